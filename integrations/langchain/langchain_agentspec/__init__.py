@@ -1,0 +1,1 @@
+"""ChatAgentSpec: a LangChain chat model that runs on an agentspec engine."""
