@@ -1,0 +1,80 @@
+"""WidthPolicy: how much to draft at each step, from v(n), the load, and what the run has gained so far.
+
+The width n of a step maximises
+
+    1 + A(n) - lambda * (v(n + 1) + c)          over all n, 0 included,
+
+A(n) the expected accepted tokens of the best n-node draft, c the proposer's cost, lambda the run's tokens per
+unit of cost so far. Maximising tokens per time over a run is a fractional program; this is Dinkelbach's
+parametric step (1967), with lambda its running estimate. May import numpy and economics.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentspec.drafting.economics import CostCurve
+from agentspec.drafting.proposer import DraftLimits
+from agentspec.errors import InvalidRequestError
+
+__all__ = ["WidthPolicy"]
+
+# Weight of the newest step in lambda's running mean: about the last 32 steps count. Long enough that one
+# lucky draft doesn't make the next ones timid, short enough to follow a change of text within a call.
+SMOOTHING = 1.0 / 32.0
+
+
+class WidthPolicy:
+    """One run's width rule. Not thread-safe: one instance a call or a trajectory.
+
+    curve:         v(n) of the engine at batch size 1
+    max_draft:     most nodes that may be sent in a step
+    proposer_cost: c, relative to a forward over one token
+    """
+
+    __slots__ = ("_batch", "_cost", "_table", "_tokens", "curve", "max_draft", "proposer_cost")
+
+    def __init__(self, curve: CostCurve, max_draft: int = 16, proposer_cost: float = 0.0) -> None:
+        if max_draft < 0:
+            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft!r}")
+        self.curve = curve
+        self.max_draft = max_draft
+        self.proposer_cost = proposer_cost
+        self._tokens = 1.0
+        self._cost = 1.0
+        self._batch = 1
+        self._table = curve.table(max_draft)
+
+    @property
+    def rate(self) -> float:
+        """lambda: tokens per unit of cost, smoothed; 1 is what plain decoding gives."""
+        return self._tokens / self._cost
+
+    def limits(self, remaining: int, batch_size: int = 1, tree: bool = False) -> DraftLimits:
+        """The bounds and prices of the next draft. remaining: tokens that may still be emitted, this step's
+        own included (so a draft deeper than remaining - 1 can't be used)."""
+        if batch_size != self._batch:
+            self._batch = batch_size
+            self._table = self.curve.at_batch(batch_size).table(self.max_draft)
+        nodes = max(0, self.max_draft if tree else min(self.max_draft, remaining - 1))
+        price = self.rate * (self._table[1 : nodes + 2] - self._table[1])
+        return DraftLimits(nodes, max(0, min(nodes, remaining - 1)), tree, price)
+
+    def cost(self, proposed: int) -> float:
+        """What a step with `proposed` draft tokens costs: v(proposed + 1) + c."""
+        table = self._table if proposed + 1 < len(self._table) else self.curve.table(proposed)
+        return float(table[proposed + 1]) + self.proposer_cost
+
+    def record(self, emitted: int, proposed: int) -> None:
+        """A step is done: `emitted` tokens for a forward over proposed + 1."""
+        self._tokens += SMOOTHING * (emitted - self._tokens)
+        self._cost += SMOOTHING * (self.cost(proposed) - self._cost)
+
+
+def best_width(path_probabilities: np.ndarray, price: np.ndarray) -> int:
+    """The n that maximises sum(path_probabilities[:n]) - price[n]; the smallest of equals.
+
+    path_probabilities: float[m], price: float[>= m + 1] with price[0] = 0.
+    """
+    gains = np.concatenate([[0.0], np.cumsum(path_probabilities, dtype=np.float64)])
+    return int(np.argmax(gains - price[: len(gains)]))

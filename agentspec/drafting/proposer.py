@@ -1,0 +1,241 @@
+"""The Proposer protocol, the Draft it returns, and MatchProposer, the small explainable baseline.
+
+Who calls what, for one call of a trajectory:
+
+    proposer.begin(context)                       after memory.extend
+    each step:
+        draft = proposer.propose(context, limits) costs and bounds in, a draft out; may be empty
+        ... the engine verifies, emits, and calls memory.append(context, emitted) ...
+        proposer.observe(context, emitted)        what came; before the next propose, so keep it short
+        proposer.learn(context)                   once the next forward is under way: the expensive part
+    proposer.end(context)                         before memory.close
+
+A proposer keeps what it learned about a trajectory in `context.memory.attachments[proposer.name]`, so that it
+is counted in the memory's budget and dropped with it. Drafting is a deterministic function of the calls above:
+no clocks, no randomness (under tensor parallelism every rank drafts by itself).
+May import numpy, agentspec.memory, and its neighbours in drafting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.drafting.acceptance import AcceptanceTable
+from agentspec.errors import InvalidRequestError, ProposerError
+from agentspec.memory import Context
+
+__all__ = ["Draft", "DraftLimits", "MatchProposer", "Proposer", "make_proposer"]
+
+
+@dataclass(slots=True, frozen=True)
+class DraftLimits:
+    """What a draft may be, and what it costs.
+
+    max_tokens: most nodes; 0: nothing may be drafted in this step
+    max_depth:  longest path (a path deeper than this could not be emitted)
+    tree:       False: only a chain can be verified
+    price:      float64[max_tokens + 1], price[n] = lambda * (v(n + 1) - v(1)): expected accepted tokens that a draft
+                of n nodes has to bring to pay; price[0] = 0
+    """
+
+    max_tokens: int
+    max_depth: int
+    tree: bool
+    price: NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Draft:
+    """Proposed tokens: a tree (a chain is the tree in which each node hangs on the one before).
+
+    tokens:        int32[n]
+    parents:       int32[n], index of the parent node, always smaller than the node's own; -1: the last emitted token
+    probabilities: float32[n], that the node is accepted (so: that its whole path is)
+    sources:       int8[n], the memory's Source
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+    sources: NDArray[np.int8]
+
+    @classmethod
+    def empty(cls) -> Draft:
+        return _EMPTY
+
+    @classmethod
+    def chain(cls, tokens: Any, probabilities: Any = None, source: int = 0) -> Draft:
+        """A chain of tokens (int32[n]); probabilities default to 0.5^depth."""
+        ids = np.asarray(tokens, dtype=np.int32)
+        n = len(ids)
+        p = np.power(0.5, np.arange(1, n + 1)) if probabilities is None else probabilities
+        return cls(
+            ids,
+            np.arange(-1, n - 1, dtype=np.int32),
+            np.asarray(p, dtype=np.float32),
+            np.full(n, source, dtype=np.int8),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return bool(np.array_equal(self.parents, np.arange(-1, len(self.tokens) - 1)))
+
+    @property
+    def depths(self) -> NDArray[np.int32]:
+        """int32[n]: 1 for a node that hangs on the last emitted token."""
+        depths = np.ones(len(self.tokens), dtype=np.int32)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                depths[node] = depths[parent] + 1
+        return depths
+
+    @property
+    def depth(self) -> int:
+        """The longest path, in tokens."""
+        return int(self.depths.max()) if len(self.tokens) else 0
+
+    def check(self, limits: DraftLimits, vocabulary: int) -> None:
+        """Raise ProposerError if this is no draft that `limits` allows over ids 0..vocabulary-1."""
+        n = len(self.tokens)
+        if not (len(self.parents) == len(self.probabilities) == len(self.sources) == n):
+            raise ProposerError("a draft's tokens, parents, probabilities and sources must be equally long")
+        if n > limits.max_tokens:
+            raise ProposerError(f"a draft of {n} tokens where at most {limits.max_tokens} were allowed")
+        if n == 0:
+            return
+        if int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocabulary:
+            raise ProposerError(f"a drafted id is outside the vocabulary of {vocabulary}")
+        if bool((self.parents >= np.arange(n)).any()) or int(self.parents.min()) < -1:
+            raise ProposerError("a draft's parents must come before their children")
+        if not limits.tree and not self.is_chain:
+            raise ProposerError("a tree was drafted where only a chain can be verified")
+        if self.depth > limits.max_depth:
+            raise ProposerError(f"a draft of depth {self.depth} where at most {limits.max_depth} can be emitted")
+        if len(set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))) != n:
+            raise ProposerError("two children of one node propose the same token")
+
+
+_EMPTY = Draft(
+    np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int8)
+)
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Anything that guesses the next tokens. The module's docstring says who calls what, and when."""
+
+    name: str
+
+    def begin(self, context: Context) -> None:
+        """A call has been opened on context.memory."""
+
+    def propose(self, context: Context, limits: DraftLimits) -> Draft:
+        """A draft for what follows context.tokens; empty where none is expected to pay."""
+
+    def observe(self, context: Context, emitted: NDArray[np.int32]) -> None:
+        """The tokens (int32[m], m >= 1) that the target emitted after the last propose; appended already."""
+
+    def learn(self, context: Context) -> None:
+        """Do the work that may wait until the next forward is under way."""
+
+    def end(self, context: Context) -> None:
+        """The call is over, finished or aborted."""
+
+
+class MatchProposer:
+    """Copies what followed the most recent of the longest earlier occurrences of the context.
+
+    min_match, max_match: fewest and most context tokens that a match is looked for with
+    max_draft:            most tokens that a draft holds, whatever the limits allow
+
+    Knows its own odds: how often copies came true, by agreement length and source (AcceptanceTable), learned from
+    every token that comes, drafted or not. One table serves all trajectories of the proposer's owner.
+    """
+
+    name = "match"
+
+    def __init__(self, min_match: int = 1, max_match: int = 32, max_draft: int = 64) -> None:
+        if not 1 <= min_match <= max_match:
+            raise InvalidRequestError(
+                f"min_match, max_match: needed 1 <= min_match <= max_match, got {min_match}, {max_match}"
+            )
+        if max_draft < 0:
+            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
+        self.min_match = min_match
+        self.max_match = max_match
+        self.max_draft = max_draft
+        self.acceptance = AcceptanceTable()
+        self._candidates: dict[int, _Candidate] = {}
+
+    def begin(self, context: Context) -> None:
+        self._candidates.pop(id(context), None)
+
+    def propose(self, context: Context, limits: DraftLimits) -> Draft:
+        candidate = self._candidates.get(id(context))
+        if candidate is None:
+            candidate = self._candidates[id(context)] = self._find(context)
+        count = min(len(candidate.tokens) - candidate.at, limits.max_tokens, limits.max_depth, self.max_draft)
+        if count <= 0:
+            return Draft.empty()
+        paths = self.acceptance.chain(candidate.agreement, candidate.source, count)
+        gains = np.concatenate([[0.0], np.cumsum(paths)]) - limits.price[: count + 1]
+        width = int(np.argmax(gains))
+        if width == 0:
+            return Draft.empty()
+        tokens = candidate.tokens[candidate.at : candidate.at + width]
+        return Draft.chain(tokens, paths[:width], candidate.source)
+
+    def observe(self, context: Context, emitted: NDArray[np.int32]) -> None:
+        candidate = self._candidates.pop(id(context), None)
+        if candidate is None:
+            return
+        for token in emitted.tolist():
+            if candidate.at >= len(candidate.tokens):
+                return
+            hit = bool(candidate.tokens[candidate.at] == token)
+            self.acceptance.learn(candidate.agreement, candidate.source, hit)
+            if not hit:
+                return
+            candidate.at += 1
+            candidate.agreement += 1
+
+    def learn(self, context: Context) -> None:
+        pass
+
+    def end(self, context: Context) -> None:
+        self._candidates.pop(id(context), None)
+
+    def _find(self, context: Context) -> _Candidate:
+        matches = context.memory.match(context, self.min_match, self.max_match)
+        if not len(matches):
+            return _Candidate(np.empty(0, np.int32), 0, 0)
+        tokens, source = context.memory.copy(int(matches.positions[0]), max(1, self.max_draft))
+        return _Candidate(tokens, int(matches.lengths[0]), int(source))
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A copy under way: tokens[at:] follow, `agreement` tokens before them agreed."""
+
+    tokens: NDArray[np.int32]
+    agreement: int
+    source: int
+    at: int = 0
+
+
+def make_proposer(name: str | Proposer, **settings: Any) -> Proposer:
+    """A proposer by name, with its settings; a Proposer passes through. Raises InvalidRequestError for others."""
+    if not isinstance(name, str):
+        if isinstance(name, Proposer):
+            return name
+        raise InvalidRequestError(f"proposer: needed a name or a Proposer, got {type(name).__name__}")
+    if name == "match":
+        return MatchProposer(**settings)
+    raise InvalidRequestError(f"proposer: needed 'match', got {name!r}")

@@ -1,0 +1,10 @@
+"""What a trajectory has seen: tokens with their sources, and where the current context occurred before.
+
+May import: numpy, numba. Never torch. Used by drafting, the engines, the replay and the SGLang plugin alike.
+"""
+
+from agentspec.memory.index import Matches
+from agentspec.memory.store import MemoryStore
+from agentspec.memory.trajectory import Context, Segment, Source, Span, TrajectoryMemory
+
+__all__ = ["Context", "Matches", "MemoryStore", "Segment", "Source", "Span", "TrajectoryMemory"]
