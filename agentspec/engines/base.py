@@ -1,0 +1,409 @@
+"""The Engine protocol, GenerationRequest, Generation (the stream), TokenChunk and CallStats.
+
+Every engine and every consumer (loop, replay, telemetry, LangChain, the server) meets here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from agentspec.errors import AgentSpecError, InvalidRequestError, RequestAbortedError
+from agentspec.loop import Trajectory
+from agentspec.memory import Span
+
+__all__ = ["CallStats", "Engine", "Generation", "GenerationRequest", "GenerationResult", "TokenChunk"]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerationRequest:
+    """One call.
+
+    input_ids:    the prompt, token ids
+    max_tokens:   most tokens to emit; None: as many as the context allows
+    trajectory:   whose memory to use; None: the current one (agentspec.trajectory), else a new one for this call
+    spans:        the prompt's messages (see memory.Span); None: found from the chat template's special tokens
+    draft:        False: plain decoding, one token a step
+    temperature:  0: greedy
+    """
+
+    input_ids: Sequence[int]
+    max_tokens: int | None = None
+    trajectory: Trajectory | None = None
+    spans: Sequence[Span] | None = None
+    draft: bool = True
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and (
+            isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1
+        ):
+            raise InvalidRequestError(f"max_tokens: needed a whole number >= 1 or None, got {self.max_tokens!r}")
+        if not self.temperature >= 0:
+            raise InvalidRequestError(f"temperature: needed a number >= 0, got {self.temperature!r}")
+
+
+@dataclass(slots=True, frozen=True)
+class TokenChunk:
+    """What one step emitted.
+
+    token_ids: the emitted ids, an ending EOS included
+    text:      what they add to the text; may be empty while a character is incomplete
+    time_ns:   time.perf_counter_ns() when the engine had them, before any consumer
+    finish_reason: "stop" or "length" on the last chunk
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    time_ns: int
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class CallStats:
+    """What one call did, in DESIGN.md's words. Counts are tokens, times ms.
+
+    prompt_tokens, output_tokens   the usage; an ending EOS is an output token
+    reused_tokens                  prompt tokens whose KV was there already
+    first_divergence               first prompt position that differs from the trajectory's last context; None: none
+    spliced_tokens                 prompt tokens taken over as generated instead of tokenised again
+    verify_steps                   forward passes that emitted tokens (LocalEngine's last prefill pass is one: it
+                                   carries a draft and emits)
+    proposed, accepted             draft tokens verified, and those of them emitted
+    mismatches                     steps in which the target disagreed with the draft before it ran out
+    proposed_depth                 sum over steps of the draft's longest path
+    accepted_by_source             accepted tokens by the memory's source
+    not_drafted                    steps without a draft, by reason
+    near_ties                      positions decided again at n = 1 because their two best were closer than the noise
+    arrivals                       (ms since the request, tokens) of each step
+    """
+
+    model: str = ""
+    engine: str = ""
+    trajectory_id: str = ""
+    call_index: int = 0
+    finish_reason: str = ""
+    temperature: float = 0.0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    first_divergence: int | None = None
+    spliced_tokens: int = 0
+    output_tokens: int = 0
+    verify_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    mismatches: int = 0
+    proposed_depth: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    not_drafted: dict[str, int] = field(default_factory=dict)
+    near_ties: int = 0
+    mean_cost: float = 1.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    queue_ms: float = 0.0
+    proposer_ms: float = 0.0
+    forward_ms: float = 0.0
+    duration_ms: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / proposed: what drafting wastes. None: nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def conditional_acceptance(self) -> float | None:
+        """accepted / (accepted + first mismatches): the `a` of the formulas."""
+        tried = self.accepted + self.mismatches
+        return self.accepted / tried if tried else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Emitted tokens / verify steps, the bonus and steps without a draft included."""
+        return self.output_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def break_even(self) -> float:
+        """tokens_per_step from which drafting paid in this call: the mean v of its steps, proposer included."""
+        return self.mean_cost
+
+    @property
+    def mean_width(self) -> float:
+        """Draft tokens a step, steps without a draft included."""
+        return self.proposed / self.verify_steps if self.verify_steps else 0.0
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From the request to its first token, queueing included."""
+        return self.arrivals[0][0] if self.arrivals else None
+
+    @property
+    def itl_mean_ms(self) -> float | None:
+        """(last - first arrival) / (tokens - 1)."""
+        if self.output_tokens < 2 or len(self.arrivals) < 1:
+            return None
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.output_tokens - 1)
+
+    def itl_per_arrival(self) -> list[float]:
+        """The gaps between arrivals, ms."""
+        return [b[0] - a[0] for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    def itl_per_token(self) -> list[float]:
+        """A gap g with m tokens counts as m times g / m, ms."""
+        gaps: list[float] = []
+        for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):
+            gaps += [(after[0] - before[0]) / after[1]] * after[1]
+        return gaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and derived figures, for JSON. Gaps as mean, p50, p95 and max."""
+        out = asdict(self)
+        out.pop("arrivals")
+        for name in (
+            "acceptance_rate",
+            "conditional_acceptance",
+            "tokens_per_step",
+            "mean_width",
+            "ttft_ms",
+            "itl_mean_ms",
+        ):
+            out[name] = getattr(self, name)
+        for name, gaps in (("token", self.itl_per_token()), ("arrival", self.itl_per_arrival())):
+            out[f"itl_per_{name}_ms"] = summary(gaps)
+        return out
+
+
+def summary(values: Sequence[float]) -> dict[str, float] | None:
+    """mean, p50, p95 and max of the values; None of none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {
+        "mean": statistics.fmean(ordered),
+        "p50": statistics.median(ordered),
+        "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+        "max": ordered[-1],
+    }
+
+
+@dataclass(slots=True, frozen=True)
+class GenerationResult:
+    """A finished (or broken-off) call."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stats: CallStats
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The output as an assistant message, to be appended to the history."""
+        return {"role": "assistant", "content": self.text}
+
+
+class Channel:
+    """Where an engine puts a call's chunks, from whichever thread it runs in. Engines write, Generation reads.
+
+    It holds no reference to its Generation, so a consumer that is dropped is noticed (Generation.__del__).
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[TokenChunk | CallStats | BaseException] = deque()
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
+        self._wakers: list[Callable[[], None]] = []
+        self.aborted = threading.Event()
+        self.delivered = 0  # tokens that the consumer has taken
+
+    def put(self, event: TokenChunk | CallStats | BaseException) -> None:
+        with self._lock:
+            self._events.append(event)
+            wakers, self._wakers = self._wakers, []
+            self._ready.notify_all()
+        for wake in wakers:
+            wake()
+
+    def take(self, timeout: float | None = None) -> Any:
+        """The next event, waiting for it; None after `timeout` seconds without one."""
+        with self._lock:
+            if not self._ready.wait_for(lambda: self._events, timeout):
+                return None
+            return self._taken()
+
+    def take_or_wake(self, wake: Callable[[], None]) -> Any:
+        """The next event, or None, and then `wake` is called (from any thread) once there is one."""
+        with self._lock:
+            if self._events:
+                return self._taken()
+            self._wakers.append(wake)
+            return None
+
+    def _taken(self) -> Any:
+        event = self._events.popleft()
+        if isinstance(event, TokenChunk):
+            self.delivered += len(event.token_ids)
+        return event
+
+
+class Generation:
+    """A call under way: iterate over its TokenChunks (`for` or `async for`), then read `stats`.
+
+    `result()` and `await aresult()` run it to its end. `abort()`, `close()`, leaving a `with` block, or dropping the
+    object ends it within a step. One consumer at a time.
+    """
+
+    def __init__(self, request: GenerationRequest, channel: Channel) -> None:
+        self.request = request
+        self.stats: CallStats | None = None
+        self._channel = channel
+        self._chunks: list[TokenChunk] = []
+        self._error: BaseException | None = None
+
+    # ---- consuming ----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TokenChunk]:
+        return self
+
+    def __next__(self) -> TokenChunk:
+        self._raise_if_over(StopIteration)
+        while True:
+            # A finite wait keeps Ctrl-C working on systems where a lock's wait can't be interrupted.
+            event = self._channel.take(timeout=1.0)
+            if event is not None:
+                return self._settle(event, StopIteration)
+
+    def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        self._raise_if_over(StopAsyncIteration)
+        loop = asyncio.get_running_loop()
+        while True:
+            ready = asyncio.Event()
+
+            def wake(ready: asyncio.Event = ready) -> None:
+                try:
+                    loop.call_soon_threadsafe(ready.set)
+                except RuntimeError:  # the loop is closed: nobody is waiting any more
+                    pass
+
+            event = self._channel.take_or_wake(wake)
+            if event is not None:
+                return self._settle(event, StopAsyncIteration)
+            await ready.wait()
+
+    def result(self) -> GenerationResult:
+        """Wait for the end. Raises what the engine raised."""
+        for _ in self:
+            pass
+        return self._partial()
+
+    async def aresult(self) -> GenerationResult:
+        """As `result`. Cancelling it aborts the call."""
+        try:
+            async for _ in self:
+                pass
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        return self._partial()
+
+    def abort(self) -> None:
+        """End the call within a step. What had arrived stays readable; further reads raise RequestAbortedError."""
+        self._channel.aborted.set()
+
+    close = abort
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.abort()
+
+    def __del__(self) -> None:
+        channel = getattr(self, "_channel", None)
+        if channel is not None:
+            channel.aborted.set()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _raise_if_over(self, stop: type[Exception]) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.stats is not None:
+            raise stop
+
+    def _settle(self, event: Any, stop: type[Exception]) -> TokenChunk:
+        if isinstance(event, TokenChunk):
+            self._chunks.append(event)
+            return event
+        if isinstance(event, CallStats):
+            self.stats = event
+            raise stop
+        if isinstance(event, RequestAbortedError) and event.partial is not None:
+            self.stats = event.partial
+            event.partial = self._partial()
+        self._error = event
+        raise event
+
+    def _partial(self) -> GenerationResult:
+        stats = self.stats or CallStats()
+        return GenerationResult(
+            "".join(chunk.text for chunk in self._chunks),
+            tuple(i for chunk in self._chunks for i in chunk.token_ids),
+            stats.finish_reason,
+            stats,
+        )
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Who runs the target model.
+
+    generate returns at once; the work happens elsewhere, one call after another or batched. Errors in the
+    request are raised by generate itself, errors while running by the Generation.
+    """
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def generate(self, request: GenerationRequest) -> Generation: ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation: ...
+
+    def close(self) -> None: ...
+
+
+def now_ns() -> int:
+    """The clock that all of a call's stamps use."""
+    return time.perf_counter_ns()
+
+
+def as_engine_error(error: BaseException) -> BaseException:
+    """AgentSpecErrors and interrupts as they are; anything else wrapped, so that callers can catch one tree."""
+    if isinstance(error, AgentSpecError) or not isinstance(error, Exception):
+        return error
+    from agentspec.errors import EngineError
+
+    wrapped = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

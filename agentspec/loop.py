@@ -1,0 +1,337 @@
+"""Trajectories in user code: the context manager, @agent_loop, @tool, and seed().
+
+    with agentspec.trajectory("ticket-42"):
+        engine.chat(messages)                  # this call, and all below it, share one memory
+
+    @agentspec.agent_loop                      # one trajectory a run, named after the function
+    def triage(ticket): ...
+
+    @agentspec.tool                            # its return value is draft material as soon as it returns
+    def read_file(path): ...
+
+The current trajectory travels in a contextvar, so tasks and threads started through contextvars-aware means
+(asyncio, asyncio.to_thread, LangChain's executors) inherit it; `Trajectory.bind` carries it into a bare thread.
+Knows nothing of engines: an engine asks `current_trajectory()` and turns the seeds' text into tokens itself.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import json
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+from agentspec.errors import InvalidRequestError
+
+__all__ = ["Seed", "Trajectory", "agent_loop", "current_trajectory", "seed", "tool", "trajectory"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+SeedSource = Literal["seed", "tool", "schema"]
+_SOURCES = ("seed", "tool", "schema")
+
+
+@dataclass(slots=True, frozen=True)
+class Seed:
+    """Draft material that no prompt has shown yet: text, or token ids of the engine's own vocabulary."""
+
+    content: str | tuple[int, ...]
+    source: SeedSource = "seed"
+
+
+class Trajectory:
+    """One agent run: calls that share a memory. Thread-safe.
+
+    id:        unique among live trajectories; made up where None was given
+    namespace: whose earlier runs this one may learn from: a name, or None for nobody's
+    calls:     CallStats of the finished calls, in the order in which they ended
+    """
+
+    def __init__(self, id: str | None = None, namespace: str | None = None, name: str = "agent") -> None:
+        if id is not None and (not isinstance(id, str) or not id):
+            raise InvalidRequestError(f"trajectory id: needed a non-empty string or None, got {id!r}")
+        self.id = id if id is not None else uuid.uuid4().hex
+        self.namespace = namespace
+        self.name = name
+        self.calls: list[Any] = []
+        self._seeds: list[Seed] = []
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Trajectory(id={self.id!r}, namespace={self.namespace!r}, name={self.name!r}, calls={len(self.calls)})"
+
+    def seed(self, content: str | Sequence[int], source: SeedSource = "seed") -> None:
+        """Offer text (or token ids) as draft material for the calls to come."""
+        if source not in _SOURCES:
+            raise InvalidRequestError(f"seed source: needed one of {', '.join(_SOURCES)}, got {source!r}")
+        if not isinstance(content, str):
+            try:
+                content = tuple(int(i) for i in content)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequestError(
+                    f"seed: needed text or a sequence of token ids, got {type(content).__name__}"
+                ) from error
+        if content:
+            with self._lock:
+                self._seeds.append(Seed(content, source))
+
+    def seeds_from(self, start: int) -> list[Seed]:
+        """The seeds from number `start` on; an engine remembers how many it has taken."""
+        with self._lock:
+            return self._seeds[start:]
+
+    def next_call_index(self) -> int:
+        """0 for the trajectory's first call, then 1, 2, ..."""
+        with self._lock:
+            index = self._started
+            self._started += 1
+            return index
+
+    def bind(self, function: F) -> F:
+        """The function, running inside this trajectory wherever it is called (for bare threads)."""
+
+        @functools.wraps(function)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            with _entered(self):
+                return function(*args, **kwargs)
+
+        return bound  # type: ignore[return-value]
+
+
+_current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("agentspec_trajectory", default=None)
+
+
+def current_trajectory() -> Trajectory | None:
+    """The trajectory that this code runs in, or None."""
+    return _current.get()
+
+
+@contextmanager
+def _entered(entered: Trajectory) -> Iterator[Trajectory]:
+    token = _current.set(entered)
+    try:
+        yield entered
+    finally:
+        _current.reset(token)
+
+
+def _namespace(namespace: str | bool | None, name: str | None) -> str | None:
+    """DESIGN's default: an agent's own name is its namespace; False shares nothing."""
+    if namespace is False:
+        return None
+    if namespace is None:
+        return name
+    if not isinstance(namespace, str) or not namespace:
+        raise InvalidRequestError(f"namespace: needed a name, None or False, got {namespace!r}")
+    return namespace
+
+
+@contextmanager
+def trajectory(
+    id: str | None = None, namespace: str | Literal[False] | None = None, *, name: str | None = None
+) -> Iterator[Trajectory]:
+    """Run the block's calls as one trajectory.
+
+    id:        continue the trajectory of this id, or start it; None: a new one
+    namespace: share what is learned with earlier runs under this name; None: under `name`, if one was given;
+               False: with nobody
+    """
+    entered = Trajectory(id, _namespace(namespace, name), name or "agent")
+    with _entered(entered):
+        yield entered
+
+
+def seed(content: str | Sequence[int], source: SeedSource = "seed") -> None:
+    """Offer text or token ids as draft material to the current trajectory.
+
+    Raises InvalidRequestError outside of one: it would be lost silently.
+    """
+    current = _current.get()
+    if current is None:
+        raise InvalidRequestError(
+            "seed: there is no current trajectory; call it inside `with agentspec.trajectory():` or an @agent_loop"
+        )
+    current.seed(content, source)
+
+
+def _wrap(
+    function: Any,
+    enter: Callable[[], Trajectory | None],
+    returned: Callable[[Any], None] = lambda value: None,
+) -> Any:
+    """function with each of its runs inside enter(), whatever kind of function it is.
+
+    A generator's body sees the trajectory only while it runs: it is set before each resumption and reset
+    before each yield, so the consumer's context is never touched.
+    """
+    if inspect.isasyncgenfunction(function):
+
+        @functools.wraps(function)
+        async def async_generator(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            entered = enter()
+            body = function(*args, **kwargs)
+            resume: Callable[[Any], Any] = body.asend
+            value: Any = None
+            try:
+                while True:
+                    token = _current.set(entered) if entered else None
+                    try:
+                        item = await resume(value)
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        if token is not None:
+                            _current.reset(token)
+                    returned(item)
+                    try:
+                        value = yield item
+                        resume = body.asend
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:
+                        value, resume = error, body.athrow
+            finally:
+                await body.aclose()
+
+        return async_generator
+
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            entered = enter()
+            body = function(*args, **kwargs)
+            resume: Callable[[Any], Any] = body.send
+            value: Any = None
+            try:
+                while True:
+                    token = _current.set(entered) if entered else None
+                    try:
+                        item = resume(value)
+                    except StopIteration as stop:
+                        return stop.value
+                    finally:
+                        if token is not None:
+                            _current.reset(token)
+                    returned(item)
+                    try:
+                        value = yield item
+                        resume = body.send
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:
+                        value, resume = error, body.throw
+            finally:
+                body.close()
+
+        return generator
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            entered = enter()
+            token = _current.set(entered) if entered else None
+            try:
+                value = await function(*args, **kwargs)
+            finally:
+                if token is not None:
+                    _current.reset(token)
+            returned(value)
+            return value
+
+        return coroutine
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        entered = enter()
+        token = _current.set(entered) if entered else None
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            if token is not None:
+                _current.reset(token)
+        returned(value)
+        return value
+
+    return plain
+
+
+def _decorate(function: Any, wrap: Callable[[Any], Any]) -> Any:
+    """wrap(function), also under classmethod and staticmethod."""
+    if isinstance(function, (classmethod, staticmethod)):
+        return type(function)(wrap(function.__func__))
+    if not callable(function):
+        raise InvalidRequestError(f"needed a function or method to decorate, got {type(function).__name__}")
+    return wrap(function)
+
+
+@overload
+def agent_loop(function: F, /) -> F: ...
+@overload
+def agent_loop(
+    *, name: str | None = None, id: str | None = None, namespace: str | Literal[False] | None = None
+) -> Callable[[F], F]: ...
+
+
+def agent_loop(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    id: str | None = None,
+    namespace: str | Literal[False] | None = None,
+) -> Any:
+    """Each run of the function is one trajectory, nested runs their own.
+
+    Works on functions, coroutines, generators and async generators, and on methods (also under classmethod and
+    staticmethod); the signature is kept. The function's qualified name is the agent's name, and, in this process,
+    the namespace that its runs share (namespace=False shares nothing).
+    """
+
+    def wrap(target: Any) -> Any:
+        agent = name or getattr(target, "__qualname__", "agent").replace(".<locals>", "")
+        shared = _namespace(namespace, f"{getattr(target, '__module__', '')}.{agent}" if name is None else name)
+        return _wrap(target, lambda: Trajectory(id, shared, agent))
+
+    return wrap if function is None else _decorate(function, wrap)
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(*, seed: bool = True) -> Callable[[F], F]: ...
+
+
+def tool(function: Any = None, /, *, seed: bool = True) -> Any:
+    """What the function returns (or yields) is offered as draft material the moment it does, before anybody
+    shortens or reformats it. seed=False: not (secrets). Text goes as it is, anything else as JSON where it can.
+    """
+
+    def returned(value: Any) -> None:
+        current = _current.get()
+        if current is None or not seed or value is None:
+            return
+        text = value if isinstance(value, str) else _as_text(value)
+        if text:
+            current.seed(text, "tool")
+
+    def wrap(target: Any) -> Any:
+        return _wrap(target, lambda: None, returned)
+
+    return wrap if function is None else _decorate(function, wrap)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value).decode("utf-8", "replace")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
