@@ -60,7 +60,6 @@ class Trajectory:
         self.name = name
         self.calls: list[Any] = []
         self._seeds: list[Seed] = []
-        self._started = 0
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -85,13 +84,6 @@ class Trajectory:
         """The seeds from number `start` on; an engine remembers how many it has taken."""
         with self._lock:
             return self._seeds[start:]
-
-    def next_call_index(self) -> int:
-        """0 for the trajectory's first call, then 1, 2, ..."""
-        with self._lock:
-            index = self._started
-            self._started += 1
-            return index
 
     def bind(self, function: F) -> F:
         """The function, running inside this trajectory wherever it is called (for bare threads)."""
