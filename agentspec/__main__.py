@@ -1,0 +1,5 @@
+"""python -m agentspec."""
+
+from agentspec.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,289 @@
+"""`agentspec demo`: a document agent of nine calls on a real model, plain and with agentspec side by side.
+
+SmolLM2-135M can quote prose and pick out a sentence; it can't plan. So the plan (which tool, which question) is
+scripted here and said so in the output; the tools, the texts, the model and its answers are real. Every call runs
+twice, plain and with drafts, one right after the other, on the same engine but in trajectories of their own; the
+texts have to be equal. Called by cli. Imports the engine only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import agentspec
+from agentspec.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from agentspec.engines.base import GenerationResult
+    from agentspec.engines.local import LocalEngine
+
+__all__ = ["add_arguments", "run"]
+
+_PROSE = (".md", ".txt", ".rst")
+_EXCERPT = 1600  # characters that read_file shows: about 400 tokens, so that nine calls fit a small context
+_SYSTEM = "You are a careful document assistant. You answer with the exact words of the documents you were shown."
+
+
+# ---- the agent's tools: real ones, over real files ----------------------------------------------
+
+
+class Documents:
+    """A directory's prose files (or, without a checkout, the installed README)."""
+
+    def __init__(self, directory: Path | None) -> None:
+        if directory is not None:
+            if not directory.is_dir():
+                raise InvalidRequestError(f"--docs {directory}: needed a directory with {', '.join(_PROSE)} files")
+            found = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if _is_prose(p, directory)}
+            self.files = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in found.items()}
+        else:
+            self.files = _own_prose()
+        self.files = {name: text for name, text in self.files.items() if len(_paragraphs(text)) >= 2}
+        if not self.files:
+            raise InvalidRequestError(
+                f"--docs {directory}: needed at least one {', '.join(_PROSE)} file with two paragraphs of prose"
+            )
+
+    @agentspec.tool
+    def list_files(self) -> str:
+        return "\n".join(f"{name} ({len(text.split())} words)" for name, text in self.files.items())
+
+    @agentspec.tool
+    def read_file(self, name: str) -> str:
+        text = self.files[name]
+        return text if len(text) <= _EXCERPT else text[:_EXCERPT].rsplit("\n\n", 1)[0] + "\n\n[...]"
+
+    @agentspec.tool
+    def search(self, word: str) -> str:
+        hits = []
+        for name, text in self.files.items():
+            for paragraph in _paragraphs(text):
+                if word.lower() in paragraph.lower():
+                    hits.append(f"{name}: {paragraph[:400]}")
+        return "\n".join(hits[:3]) or "no match"
+
+
+def _is_prose(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.is_file() and path.suffix.lower() in _PROSE and not hidden and path.stat().st_size < 1 << 20
+
+
+def _own_prose() -> dict[str, str]:
+    root = Path(agentspec.__file__).resolve().parent.parent
+    if (root / "pyproject.toml").is_file():
+        paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+        return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in paths if p.is_file()}
+    readme = importlib.metadata.metadata("agentspec-decoding").get_payload()
+    return {"README.md": str(readme)}
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The text's paragraphs of plain prose: no headings, tables, lists or code, in one line each."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    blocks = [" ".join(block.split()) for block in re.split(r"\n\s*\n", text)]
+    return [b for b in blocks if len(b.split()) >= 25 and b[0].isalpha() and "|" not in b]
+
+
+def _word_of(paragraph: str) -> str:
+    return max(re.findall(r"[A-Za-z]{4,}", paragraph), key=lambda word: (len(word), word))
+
+
+# ---- the scripted plan ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the agent does before a call: the tool it uses (a label), the tool's result, and its question."""
+
+    action: str
+    result: str
+    question: str
+    max_tokens: int
+
+
+def _plan(documents: Documents) -> Iterator[Step]:
+    names = list(documents.files)
+    first, second = names[0], names[min(1, len(names) - 1)]
+    shown = {name: _paragraphs(documents.read_file.__wrapped__(documents, name)) for name in (first, second)}  # type: ignore[attr-defined]
+    one = (shown[first] or _paragraphs(documents.files[first]))[0]
+    two = (shown[second] or _paragraphs(documents.files[second]))[-1]
+    word = _word_of(two)
+
+    yield Step("list_files()", documents.list_files(), "Repeat the list of files.", 64)
+    yield Step(f"read_file({first})", documents.read_file(first), f"Repeat the paragraph that begins with: {_opening(one)}", 160)
+    yield Step("", "", "Which of these words matter most? Repeat the first sentence of that paragraph.", 64)
+    yield Step(f"read_file({second})", documents.read_file(second), f"Repeat the paragraph that begins with: {_opening(two)}", 160)
+    yield Step("", "", "Summarise that paragraph in one sentence of your own.", 64)
+    yield Step(f"search({word})", documents.search(word), f"Repeat every line that mentions {word}.", 160)
+    yield Step("", "", f"Repeat the first paragraph you quoted from {first}.", 160)
+    yield Step("", "", f"Repeat the paragraph you quoted from {second}.", 160)
+    yield Step("", "", "Write the report: the paragraph of the first file, then the paragraph of the second file.", 256)
+
+
+def _opening(paragraph: str) -> str:
+    return " ".join(paragraph.split()[:6])
+
+
+# ---- running and showing -------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="smollm2, a Hugging Face id, a directory or a GGUF file")
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="prose files to work on (default: the project's own)")
+    parser.add_argument("--proposer", default=None, help="which proposer drafts (default: the engine's)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
+
+
+@dataclass(slots=True)
+class _Pair:
+    step: Step
+    plain: GenerationResult
+    drafted: GenerationResult
+
+    @property
+    def equal(self) -> bool:
+        return self.plain.token_ids == self.drafted.token_ids
+
+
+def run(args: argparse.Namespace) -> int:
+    """The demo. Returns 0, or 1 if any text differs between plain decoding and agentspec."""
+    documents = Documents(args.docs)
+    say = (lambda text: print(text, file=sys.stderr)) if args.json else print
+    say(
+        f"A document agent works through {len(documents.files)} file(s): {', '.join(documents.files)}.\n"
+        f"The plan is scripted (a 135M model can't plan); tools, texts, model and answers are real.\n"
+        f"Every call runs twice: plain decoding, and agentspec. Loading {args.model} ..."
+    )
+    from agentspec.engines.local import LocalEngine
+
+    options = {"proposer": args.proposer} if args.proposer else {}
+    with LocalEngine(args.model, **options) as engine:
+        curve = engine.cost_curve
+        widths = ", ".join(f"v({n}) = {v:.2f}" for n, v in curve.points.items() if n > 1)
+        say(f"One forward takes {curve.base_ms or 0:.0f} ms for one token; {widths}.\n")
+        if not args.json:
+            print(_HEADER)
+        pairs = []
+        for number, pair in enumerate(_calls(engine, documents), start=1):
+            pairs.append(pair)
+            if not args.json:
+                print(_row(number, pair), flush=True)
+    unequal = [number for number, pair in enumerate(pairs, start=1) if not pair.equal]
+    totals = _totals(pairs)
+    if args.json:
+        print(json.dumps(_report(args, curve, pairs, totals, unequal), indent=2))
+    else:
+        print(_summary(totals, unequal))
+        quote = pairs[3]
+        print(f"\nWhat it said, call 4 ({quote.step.question}):\n  {quote.drafted.text.strip()[:400]}")
+    return 1 if unequal else 0
+
+
+def _calls(engine: LocalEngine, documents: Documents) -> Iterator[_Pair]:
+    # Tools run inside the drafting trajectory, so that @tool seeds what they return; the plain trajectory is
+    # given the same results and drafts nothing.
+    plain = agentspec.Trajectory(name="demo (plain)")
+    with agentspec.trajectory(name="demo", namespace=False) as drafted:
+        histories: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+        for history in histories:
+            history.append({"role": "system", "content": _SYSTEM})
+        for number, step in enumerate(_plan(documents)):
+            content = f"Result of {step.action}:\n\n{step.result}\n\n{step.question}" if step.action else step.question
+            results = {}
+            order = [(plain, False), (drafted, True)]
+            for trajectory, draft in order if number % 2 == 0 else reversed(order):
+                history = histories[draft]
+                history.append({"role": "user", "content": content})
+                generation = engine.chat(history, max_tokens=step.max_tokens, trajectory=trajectory, draft=draft)
+                results[draft] = generation.result()
+                history.append(results[draft].message)
+            yield _Pair(step, results[False], results[True])
+
+
+_HEADER = (
+    f"{'call':>4}  {'what':26} {'prompt':>6} {'reused':>6} {'tokens':>6} {'steps':>5} {'tok/step':>8} {'accepted':>10} "
+    f"{'TTFT ms':>15} {'ITL ms':>13}  {'time':>6}  not drafted"
+)
+
+
+def _row(number: int, pair: _Pair) -> str:
+    a, b = pair.plain.stats, pair.drafted.stats
+    what = pair.step.action or pair.step.question
+    what = what if len(what) <= 26 else what[:25] + "…"
+    accepted = f"{b.accepted}/{b.proposed}"
+    ttft = f"{a.ttft_ms or 0:.0f} -> {b.ttft_ms or 0:.0f}"
+    itl = f"{a.itl_mean_ms or 0:.0f} -> {b.itl_mean_ms or 0:.0f}"
+    reasons = ", ".join(f"{reason} {count}x" for reason, count in b.not_drafted.items())
+    equal = "" if pair.equal else "  TEXT DIFFERS"
+    return (
+        f"{number:>4}  {what:26} {b.prompt_tokens:>6} {b.reused_tokens:>6} {b.output_tokens:>6} {b.verify_steps:>5} "
+        f"{b.tokens_per_step or 0:>8.2f} {accepted:>10} {ttft:>15} {itl:>13}  {a.duration_ms / b.duration_ms:>5.2f}x  "
+        f"{reasons}{equal}"
+    )
+
+
+def _totals(pairs: list[_Pair]) -> dict[str, Any]:
+    plain, drafted = [p.plain.stats for p in pairs], [p.drafted.stats for p in pairs]
+    tokens, steps = sum(s.output_tokens for s in drafted), sum(s.verify_steps for s in drafted)
+    seconds = sum(s.duration_ms for s in plain) / 1e3, sum(s.duration_ms for s in drafted) / 1e3
+    itl = [statistics.fmean([s.itl_mean_ms for s in side if s.itl_mean_ms]) for side in (plain, drafted)]
+    return {
+        "output_tokens": tokens,
+        "plain_steps": sum(s.verify_steps for s in plain),
+        "verify_steps": steps,
+        "tokens_per_step": tokens / steps,
+        "proposed": sum(s.proposed for s in drafted),
+        "accepted": sum(s.accepted for s in drafted),
+        "plain_seconds": seconds[0],
+        "agentspec_seconds": seconds[1],
+        "chain_speedup": seconds[0] / seconds[1],
+        "plain_itl_ms": itl[0],
+        "agentspec_itl_ms": itl[1],
+        "break_even_tokens_per_step": statistics.fmean([s.mean_cost for s in drafted]),
+    }
+
+
+def _summary(totals: dict[str, Any], unequal: list[int]) -> str:
+    verdict = (
+        "Every text is the same, token for token."
+        if not unequal
+        else f"TEXTS DIFFER in call(s) {', '.join(map(str, unequal))}: please report this."
+    )
+    return (
+        f"\nThe chain: {totals['output_tokens']} tokens in {totals['verify_steps']} verify steps instead of "
+        f"{totals['plain_steps']} ({totals['tokens_per_step']:.2f} tokens a step, break-even at "
+        f"{totals['break_even_tokens_per_step']:.2f});\n"
+        f"{totals['plain_seconds']:.1f} s plain, {totals['agentspec_seconds']:.1f} s with agentspec: "
+        f"{totals['chain_speedup']:.2f} times as fast, prefill included. {verdict}"
+    )
+
+
+def _report(
+    args: argparse.Namespace, curve: Any, pairs: list[_Pair], totals: dict[str, Any], unequal: list[int]
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "cost_curve": {"points": curve.points, "base_ms": curve.base_ms},
+        "calls": [
+            {
+                "action": pair.step.action,
+                "question": pair.step.question,
+                "text": pair.drafted.text,
+                "equal": pair.equal,
+                "plain": pair.plain.stats.to_dict(),
+                "agentspec": pair.drafted.stats.to_dict(),
+            }
+            for pair in pairs
+        ],
+        "chain": totals,
+        "unequal_calls": unequal,
+    }

@@ -1,0 +1,178 @@
+"""`agentspec doctor`: what is here, what is missing, and for each lack the command that mends it.
+
+Called by cli. Imports everything it reports on, each where it is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import agentspec
+
+__all__ = ["Finding", "add_arguments", "examine", "run"]
+
+SGLANG_VERSION = "0.5.23"
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """One line of the report. state: "ok", "note" (works without it) or "missing"; remedy: a command, or ""."""
+
+    subject: str
+    state: str
+    text: str
+    remedy: str = ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> list[Finding]:
+    findings = [Finding("agentspec", "ok", f"{agentspec.__version__} on Python {platform.python_version()}")]
+    for package in ("torch", "transformers", "numba", "numpy", "langchain-core", "opentelemetry-sdk"):
+        version = _version(package)
+        if version is None:
+            findings.append(Finding(package, "missing", "not installed", f"pip install {package}"))
+        else:
+            findings.append(Finding(package, "ok", version))
+    return findings
+
+
+def _device() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    threads = f"{torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        return [Finding("device", "ok", f"CUDA: {torch.cuda.get_device_name()}, bfloat16; {threads}")]
+    build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build, but no GPU is visible"
+    return [Finding("device", "ok", f"CPU, float32; {threads}; torch is a {build}")]
+
+
+def _numba() -> list[Finding]:
+    import numba
+
+    if numba.config.DISABLE_JIT:
+        return [
+            Finding("kernels", "note", "NUMBA_DISABLE_JIT is set: the kernels run as plain Python, slowly", "unset NUMBA_DISABLE_JIT")
+        ]
+    from agentspec.memory import index
+
+    root = Path(index.__file__).parent
+    cached = [*root.rglob("*.nbi"), *_numba_cache().rglob("*.nbi")] if _numba_cache().is_dir() else list(root.rglob("*.nbi"))
+    if not cached:
+        return [Finding("kernels", "note", "compiled at each start: no compiled kernels are cached yet", "agentspec demo")]
+    return [Finding("kernels", "ok", f"compiled by numba and cached ({len(cached)} files)")]
+
+
+def _numba_cache() -> Path:
+    import numba
+
+    return Path(numba.config.CACHE_DIR) if numba.config.CACHE_DIR else Path(agentspec.__file__).parent / "__pycache__"
+
+
+def _model() -> list[Finding]:
+    from agentspec.engines import models
+    from agentspec.errors import ModelError
+
+    try:
+        source = models.find("smollm2")
+    except ModelError as error:
+        return [Finding("smollm2", "missing", str(error))]
+    if source.kind == "hub":
+        return [
+            Finding(
+                "smollm2", "missing", "the demo's model isn't here; it would be fetched from the Hugging Face hub", models.SMOLLM2_COMMAND
+            )
+        ]
+    converted = models.converted_path(Path(source.location))
+    if not (converted / "agentspec-conversion.json").is_file():
+        return [Finding("smollm2", "note", "found; the first load converts it, which takes a minute or two", "agentspec demo")]
+    return [Finding("smollm2", "ok", f"found and converted, in {_home(converted)}")]
+
+
+def _home(path: Path) -> str:
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except ValueError:
+        return str(path)
+
+
+def _caches() -> list[Finding]:
+    from agentspec.engines import models
+
+    root = models.cache_dir()
+    probe = root
+    while not probe.exists() and probe != probe.parent:
+        probe = probe.parent
+    if not os.access(probe, os.W_OK):
+        return [
+            Finding("cache", "note", f"{_home(root)} can't be written: models are converted at each start", "export AGENTSPEC_CACHE_DIR=/a/writable/directory")
+        ]
+    size = sum(p.stat().st_size for p in root.rglob("*") if p.is_file()) if root.exists() else 0
+    curves = "v(n) measured" if (root / "cost_curves.json").is_file() else "v(n) is measured at the first load"
+    return [Finding("cache", "ok", f"{_home(root)}, {size / 1e6:.0f} MB; {curves}")]
+
+
+def _optional() -> list[Finding]:
+    findings = []
+    sglang = _version("sglang")
+    if sglang is None:
+        findings.append(Finding("sglang", "note", "not installed: only needed on a GPU server", "pip install -e '.[sglang]'"))
+    elif sglang != SGLANG_VERSION:
+        findings.append(
+            Finding("sglang", "missing", f"{sglang} is installed; the plugin is written for {SGLANG_VERSION}", f"pip install sglang=={SGLANG_VERSION}")
+        )
+    else:
+        registered = any(p.name == "agentspec" for p in importlib.metadata.entry_points(group="sglang.srt.plugins"))
+        findings.append(
+            Finding("sglang", "ok", f"{sglang}, plugin registered")
+            if registered
+            else Finding("sglang", "missing", f"{sglang}, but the plugin is not registered", "pip install -e '.[sglang]'")
+        )
+    if _version("opentelemetry-exporter-otlp-proto-http") is None:
+        findings.append(Finding("otlp", "note", "no OTLP exporter: spans can't be sent to Jaeger", "pip install -e '.[otlp]'"))
+    else:
+        findings.append(Finding("otlp", "ok", "exporter installed"))
+    return findings
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the report."""
+    return [f for part in (_packages, _device, _numba, _model, _caches, _optional) for f in part()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if nothing is missing, else 1."""
+    findings = examine()
+    if args.json:
+        report: list[dict[str, Any]] = [asdict(f) for f in findings]
+        print(json.dumps(report, indent=2))
+    else:
+        for finding in findings:
+            mark = {"ok": "ok", "note": "--", "missing": "!!"}[finding.state]
+            print(f"[{mark}] {finding.subject:18} {finding.text}")
+            if finding.remedy:
+                print(f"     {'':18} {finding.remedy}")
+    missing = [f for f in findings if f.state == "missing"]
+    if missing:
+        print(f"{len(missing)} missing: {', '.join(f.subject for f in missing)}", file=sys.stderr)
+    return 1 if missing else 0
