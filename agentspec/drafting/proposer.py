@@ -216,7 +216,7 @@ class MatchProposer:
         matches = context.memory.match(context, self.min_match, self.max_match)
         if not len(matches):
             return _Candidate(np.empty(0, np.int32), 0, 0)
-        tokens, source = context.memory.copy(int(matches.positions[0]), max(1, self.max_draft))
+        tokens, source = matches.copy(0, max(1, self.max_draft))
         return _Candidate(tokens, int(matches.lengths[0]), int(source))
 
 

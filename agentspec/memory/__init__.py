@@ -3,8 +3,7 @@
 May import: numpy, numba. Never torch. Used by drafting, the engines, the replay and the SGLang plugin alike.
 """
 
-from agentspec.memory.index import Matches
 from agentspec.memory.store import MemoryStore
-from agentspec.memory.trajectory import Context, Segment, Source, Span, TrajectoryMemory
+from agentspec.memory.trajectory import Context, Matches, Place, Segment, Source, Span, TrajectoryMemory
 
-__all__ = ["Context", "Matches", "MemoryStore", "Segment", "Source", "Span", "TrajectoryMemory"]
+__all__ = ["Context", "Matches", "MemoryStore", "Place", "Segment", "Source", "Span", "TrajectoryMemory"]

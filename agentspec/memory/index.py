@@ -1,63 +1,610 @@
-"""The match index over one trajectory's token ids: append, and find where the current context occurred.
+"""The match index: where did the end of a context occur before, exactly, in O(1) a token and some 20 bytes a token.
 
-Called by TrajectoryMemory only. May import numpy and numba.
+Called by TrajectoryMemory only. May import numpy and the kernel decorator.
+
+What is matched
+    The memory's tokens lie in one int32 array. A *stretch* is a run of tokens that followed one another in some
+    real prompt or output; stretches are parted by a SEAM (-1), which no token equals. Inside a stretch lie
+    segments and, after a seam, at most LEAD tokens of lead-in: what really stood before the first segment, held
+    elsewhere already and repeated so that the segment's first tokens have a context.
+
+    Position p *follows a context of k tokens* if p lies in a segment (not in a lead-in) and the k tokens before p,
+    in the same stretch, equal the context's last k. Its *agreement* is the largest such k, counted up to
+    max_match. What was copied from p runs to the end of p's segment and no further.
+
+    For one place (the call's own output, the memory, the namespace's shared memory) and each k of ORDERS, the
+    `recent` largest positions that follow a context of k tokens are found, own output and memory counting as one
+    place in which own output is the more recent. The result is their union, without those whose agreement is under
+    min_match; by falling agreement, then own output before memory before shared, then by falling position.
+    Orders over max_match, or longer than the context, don't count. tests/memory/oracle.py says the same by brute force.
+
+How
+    For each order a hash table gives the largest position of each distinct context, and `links` chains each
+    position to the one before with the same context: so a chain holds true occurrences only, and `recent` hops
+    find them all, however long the chain is. A context of a higher order enters the table only when the next lower
+    order's has occurred twice (until then that one occurrence answers for it), which keeps the table small.
+    All orders share one open-addressing table of int32: order (2 bits), some bits of the hash (3), position (26).
+    Per token: 4 bytes token, 12 links, and about 1 entry of 4 bytes at a load between 0.6 and 0.8.
+
+Kernels are written in arithmetic that never leaves int64 and never overflows it, so that they run as plain Python
+too (NUMBA_DISABLE_JIT=1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["Matches", "find_longest"]
+from agentspec.errors import IntegrityError, MemoryBudgetError
+from agentspec.memory.kernels import kernel
+
+__all__ = ["LEAD", "MAX_TOKENS", "ORDERS", "SEAM", "MatchIndex"]
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+ORDERS = (1, 3, 8)
+LEAD = ORDERS[-1]
+SEAM = -1
+MAX_TOKENS = 2**26 - 1  # positions have 26 bits of a table entry
+
+_ORDER_0, _ORDER_1, _ORDER_2 = ORDERS
+_EMPTY = -1
+_LOAD_NUMERATOR, _LOAD_DENOMINATOR = 4, 5
+# Columns of a row of find()'s result, and the places it names.
+PLACE, POSITION, AGREEMENT, SOURCE, END = range(5)
+IN_OUTPUT, IN_MEMORY, IN_SHARED = range(3)
+_CURRENT_SOURCE = 3  # Source.CURRENT
 
 
-@dataclass(slots=True, frozen=True)
-class Matches:
-    """Earlier occurrences of a context, longest first, then most recent first.
+@kernel("int64(int64)")
+def order_length(order: Any) -> Any:
+    if order == 0:
+        return _ORDER_0
+    if order == 1:
+        return _ORDER_1
+    if order == 2:
+        return _ORDER_2
+    return 1 << 40
 
-    positions: int32[m], index into the memory's tokens of the token that FOLLOWED the occurrence.
-    lengths:   int32[m], how many of the context's last tokens occur right before that position.
+
+@kernel("int64(int32[::1], int64, int64)")
+def context_hash(tokens: Any, end: Any, length: Any) -> Any:
+    """32 bits over tokens[end - length : end]. Fixed constants: every process and every rank agrees."""
+    h = 0x2545F491 + length
+    for i in range(end - length, end):
+        h = ((h ^ int(tokens[i])) * 0x2C1B3C6D) & 0xFFFFFFFF
+        h ^= h >> 15
+    h ^= h >> 16
+    h = (h * 0x297A2D39) & 0xFFFFFFFF
+    h ^= h >> 15
+    h = (h * 0x7FEB352D) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+@kernel("int64(int32[::1], int64, int32[::1], int64, int64)")
+def agreement(tokens: Any, position: Any, context: Any, end: Any, limit: Any) -> Any:
+    """How many tokens before tokens[position] equal those before context[end], at most limit."""
+    most = min(limit, min(position, end))
+    n = 0
+    while n < most and tokens[position - 1 - n] == context[end - 1 - n]:
+        n += 1
+    return n
+
+
+@kernel("UniTuple(int64, 2)(int32[::1], int32[::1], int64, int32[::1], int64)")
+def look_up(tokens: Any, table: Any, order: Any, context: Any, end: Any) -> Any:
+    """(slot, position) of the context of `order` before context[end]; position is -1 and slot free if it is new.
+
+    The table always has a free slot. Ends at the first free one: entries are never removed.
     """
+    length = order_length(order)
+    h = context_hash(context, end, length)
+    slots = len(table)
+    slot = (h * slots) >> 32
+    tag = (order << 3) | (h & 7)
+    while True:
+        entry = int(table[slot])
+        if entry == _EMPTY:
+            return slot, -1
+        if entry >> 26 == tag:
+            position = entry & 0x3FFFFFF
+            if agreement(tokens, position, context, end, length) == length:
+                return slot, position
+        slot += 1
+        if slot == slots:
+            slot = 0
 
-    positions: Int32
-    lengths: Int32
 
-    def __len__(self) -> int:
-        return len(self.positions)
+@kernel("int64(int32[::1], int64, int64)")
+def entry_for(context: Any, end: Any, order: Any) -> Any:
+    """The table entry's tag for the context before context[end], in place; add a position to it."""
+    return ((order << 3) | (context_hash(context, end, order_length(order)) & 7)) << 26
 
 
-@njit("Tuple((int64, int64))(int32[::1], int64, int32[::1], int64, int64, int64)", nogil=True, cache=True)
-def find_longest(tokens: Any, size: int, context: Any, context_size: int, min_match: int, max_match: int) -> Any:
-    """The most recent of the longest occurrences of a suffix of context[:context_size] in tokens[:size].
+@kernel("int64(int32[::1], int64, int64, int64, int32[:, ::1], int32[::1], int64[::1])")
+def insert(tokens: Any, base: Any, first: Any, last: Any, links: Any, table: Any, used: Any) -> Any:
+    """Index positions first..last-1 of tokens; links has a row for each position from base on.
 
-    Returns (position of the token that followed, match length), (-1, 0) if none has min_match tokens.
-    The occurrence has to be followed by a token, so the context's own end in the memory never matches.
+    used: int64[1], taken slots of the table. Returns the first position not indexed: `last`, or less where the table
+    is full (then it has to grow, and the call is repeated from there). A position takes at most three slots.
     """
-    best_position = -1
-    best_length = 0
-    if context_size == 0:
-        return best_position, best_length
-    last = context[context_size - 1]
-    limit = min(max_match, context_size)
-    for end in range(size - 1, 0, -1):
-        if tokens[end - 1] != last:
-            continue
-        length = 1
-        while length < limit and end - 1 - length >= 0 and (
-            tokens[end - 1 - length] == context[context_size - 1 - length]
-        ):
-            length += 1
-        if length > best_length:
-            best_length = length
-            best_position = end
-            if length == limit:
+    limit = (len(table) * _LOAD_NUMERATOR) // _LOAD_DENOMINATOR - 3
+    run = 0  # tokens before the position in its stretch, as far as they matter
+    while run < _ORDER_2 and first - 1 - run >= 0 and tokens[first - 1 - run] >= 0:
+        run += 1
+    taken = int(used[0])
+    position = first
+    while position < last:
+        if taken > limit:
+            break
+        row = position - base
+        links[row, 0] = -1
+        links[row, 1] = -1
+        links[row, 2] = -1
+        for order in range(3):
+            if run < order_length(order):
                 break
-    if best_length < min_match:
-        return -1, 0
-    return best_position, best_length
+            slot, before = look_up(tokens, table, order, tokens, position)
+            table[slot] = entry_for(tokens, position, order) + position
+            if before < 0:
+                taken += 1
+                break
+            links[row, order] = before
+            if order < 2 and links[before - base, order] < 0:
+                # The context has now occurred twice: its first occurrence enters the next order too.
+                longer = order_length(order + 1)
+                valid = before >= longer
+                n = order_length(order)
+                while valid and n < longer:
+                    valid = tokens[before - 1 - n] >= 0
+                    n += 1
+                if valid:
+                    free, _ = look_up(tokens, table, order + 1, tokens, before)
+                    table[free] = entry_for(tokens, before, order + 1) + before
+                    taken += 1
+        if run < _ORDER_2:
+            run += 1
+        position += 1
+    used[0] = taken
+    return position
+
+
+@kernel("void(int32[::1], int32[::1], int32[::1])")
+def move_entries(tokens: Any, old: Any, new: Any) -> None:
+    """Put every entry of table `old` into the larger, empty table `new`."""
+    slots = len(new)
+    for i in range(len(old)):
+        entry = int(old[i])
+        if entry == _EMPTY:
+            continue
+        position = entry & 0x3FFFFFF
+        h = context_hash(tokens, position, order_length(entry >> 29))
+        slot = (h * slots) >> 32
+        while new[slot] != _EMPTY:
+            slot += 1
+            if slot == slots:
+                slot = 0
+        new[slot] = entry
+
+
+@kernel("int64(int32[:, ::1], int64, int64)")
+def segment_at(segments: Any, count: Any, position: Any) -> Any:
+    """The last segment (row: start, end, ...) that starts at or before position; -1 if none does."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) >> 1
+        if segments[middle, 0] <= position:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@kernel(
+    "int64(int32[::1], int64, int32[::1], int64, int32[:, ::1], int32[::1], int32[:, ::1], int64, "
+    "int64, int64, int64, int64[::1], int64, int32[:, ::1], int64)"
+)
+def find_in(
+    context: Any,
+    end: Any,
+    tokens: Any,
+    base: Any,
+    links: Any,
+    table: Any,
+    segments: Any,
+    segment_count: Any,
+    min_match: Any,
+    max_match: Any,
+    recent: Any,
+    taken: Any,
+    place: Any,
+    found: Any,
+    count: Any,
+) -> Any:
+    """Append the occurrences of the end of context[:end] in one index to found[count:]; returns the new count.
+
+    taken: int64[3], how many positions each order has had already (own output and memory share it).
+    """
+    if len(table) == 0:
+        return count
+    # From the lowest order up: the head of each chain, until a context is new or has occurred once only.
+    head_0 = -1
+    head_1 = -1
+    head_2 = -1
+    top = 0  # orders below this have a chain of two or more
+    single = -1
+    while top < 3:
+        length = order_length(top)
+        if length > max_match or length > end:
+            break
+        _, head = look_up(tokens, table, top, context, end)
+        if head < 0:
+            break
+        if links[head - base, top] < 0:
+            single = head
+            break
+        if top == 0:
+            head_0 = head
+        elif top == 1:
+            head_1 = head
+        else:
+            head_2 = head
+        top += 1
+    if single >= 0:
+        n = agreement(tokens, single, context, end, max_match)
+        wanted = False
+        for order in range(top, 3):
+            if order_length(order) <= n:
+                wanted = wanted or taken[order] < recent
+                taken[order] += 1
+        if wanted and n >= min_match:
+            found[count, PLACE] = place
+            found[count, POSITION] = single
+            found[count, AGREEMENT] = n
+            count += 1
+    for order in range(top - 1, -1, -1):
+        position = head_2
+        if order == 0:
+            position = head_0
+        elif order == 1:
+            position = head_1
+        above = order_length(order + 1)
+        limit = min(max_match, above)
+        if order == 2:
+            limit = max_match
+        while position >= 0 and taken[order] < recent:
+            n = agreement(tokens, position, context, end, limit)
+            # Those that agree in as many as the next order asks are that order's, and found there.
+            if (n < above or above > max_match) and n >= min_match:
+                found[count, PLACE] = place
+                found[count, POSITION] = position
+                found[count, AGREEMENT] = n
+                count += 1
+            taken[order] += 1
+            position = int(links[position - base, order])
+    return count
+
+
+@kernel(
+    "int64(int32[::1], int64, int64, int32[:, ::1], int32[::1], "
+    "int32[::1], int32[:, ::1], int32[::1], int32[:, ::1], int64, "
+    "int32[::1], int32[:, ::1], int32[::1], int32[:, ::1], int64, "
+    "int64, int64, int64, int32[:, ::1])"
+)
+def find(
+    context: Any,
+    end: Any,
+    base: Any,
+    own_links: Any,
+    own_table: Any,
+    tokens: Any,
+    links: Any,
+    table: Any,
+    segments: Any,
+    segment_count: Any,
+    shared_tokens: Any,
+    shared_links: Any,
+    shared_table: Any,
+    shared_segments: Any,
+    shared_segment_count: Any,
+    min_match: Any,
+    max_match: Any,
+    recent: Any,
+    found: Any,
+) -> Any:
+    """All occurrences of the end of context[:end], as the module's docstring defines them.
+
+    found: int32[6 * recent or more, 5], rows of place, position, agreement, source, end (of what may be copied; -1: a
+    copy of the own output has no end). Returns how many rows are filled.
+    """
+    taken = np.zeros(3, dtype=np.int64)
+    count = find_in(
+        context, end, context, base, own_links, own_table, segments, 0,
+        min_match, max_match, recent, taken, IN_OUTPUT, found, 0,
+    )  # fmt: skip
+    for i in range(count):
+        found[i, SOURCE] = _CURRENT_SOURCE
+        found[i, END] = -1
+    first = count
+    count = find_in(
+        context, end, tokens, 0, links, table, segments, segment_count,
+        min_match, max_match, recent, taken, IN_MEMORY, found, count,
+    )  # fmt: skip
+    for i in range(first, count):
+        segment = segment_at(segments, segment_count, found[i, POSITION])
+        found[i, SOURCE] = segments[segment, 2]
+        found[i, END] = segments[segment, 1]
+    first = count
+    taken[:] = 0
+    count = find_in(
+        context, end, shared_tokens, 0, shared_links, shared_table, shared_segments, shared_segment_count,
+        min_match, max_match, recent, taken, IN_SHARED, found, count,
+    )  # fmt: skip
+    for i in range(first, count):
+        segment = segment_at(shared_segments, shared_segment_count, found[i, POSITION])
+        found[i, SOURCE] = shared_segments[segment, 2]
+        found[i, END] = shared_segments[segment, 1]
+    # Stable, by falling agreement: the order in which they were found settles the rest.
+    for i in range(1, count):
+        place = found[i, PLACE]
+        position = found[i, POSITION]
+        n = found[i, AGREEMENT]
+        source = found[i, SOURCE]
+        stop = found[i, END]
+        j = i - 1
+        while j >= 0 and found[j, AGREEMENT] < n:
+            for column in range(5):
+                found[j + 1, column] = found[j, column]
+            j -= 1
+        found[j + 1, PLACE] = place
+        found[j + 1, POSITION] = position
+        found[j + 1, AGREEMENT] = n
+        found[j + 1, SOURCE] = source
+        found[j + 1, END] = stop
+    return count
+
+
+@kernel("UniTuple(int64, 2)(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64)")
+def longest_run(
+    ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any
+) -> Any:
+    """(start, length) of the longest run of tokens[:size] that equals ids[first:...], at most ids[first:last].
+
+    Looks at the `tries` most recent runs that agree in the highest order's worth of tokens (fewer where ids[first:last]
+    is short; a run of one token isn't looked for). (-1, 0) if there is none. Of equals the most recent wins.
+    """
+    best_start = -1
+    best = 0
+    if len(table) == 0:
+        return best_start, best
+    position = -1
+    chain = 0
+    for order in range(3):
+        length = order_length(order)
+        if length >= last - first:  # an indexed context is always followed by a token
+            break
+        _, head = look_up(tokens, table, order, ids, first + length)
+        if head < 0:
+            position = -1
+            break
+        position = head
+        chain = order
+        if links[head, order] < 0:
+            break
+    for _ in range(tries):
+        if position < 0:
+            break
+        start = position - order_length(chain)
+        n = 0
+        while first + n < last and start + n < size and tokens[start + n] == ids[first + n]:
+            n += 1
+        if n > best:
+            best = n
+            best_start = start
+            if first + n == last:
+                break
+        position = int(links[position, chain])
+    return best_start, best
+
+
+@kernel("int64(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64, int64, int32[:, ::1])")
+def lay_runs(
+    ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, shortest: Any, tries: Any, laid: Any
+) -> Any:
+    """Cut ids[first:last] into runs of at least `shortest` tokens that are held, and what lies between.
+
+    laid: int32[n, 3], filled with rows (start, end, position in tokens or -1 for what isn't held), n >= 2 + 2 *
+    (last - first) // shortest. Returns the number of rows. Linear: a held run is skipped, a token that starts none costs
+    at most tries * shortest comparisons.
+    """
+    count = 0
+    at = first
+    new = first
+    while at < last and last - at >= shortest:
+        start, length = longest_run(ids, at, last, tokens, size, links, table, tries)
+        if length < shortest:
+            at += 1
+            continue
+        if at > new:
+            laid[count, 0] = new
+            laid[count, 1] = at
+            laid[count, 2] = -1
+            count += 1
+        laid[count, 0] = at
+        laid[count, 1] = at + length
+        laid[count, 2] = start
+        count += 1
+        at += length
+        new = at
+    if last > new:
+        laid[count, 0] = new
+        laid[count, 1] = last
+        laid[count, 2] = -1
+        count += 1
+    return count
+
+
+@kernel("void(int32[::1], int64[:, ::1], int64[::1])")
+def identities(ids: Any, bounds: Any, result: Any) -> None:
+    """result[i] = 62 bits over ids[bounds[i, 0] : bounds[i, 1]] and its length; the same in every process."""
+    for i in range(len(bounds)):
+        start = int(bounds[i, 0])
+        end = int(bounds[i, 1])
+        a = 0x1234567 + (end - start)
+        b = 0x7654321
+        for j in range(start, end):
+            token = int(ids[j])
+            a = (a * 1103515245 + token + 1) % 2147483647
+            b = (b * 1664525 + token + 1) % 2147483629
+        result[i] = (a << 31) | b
+
+
+@kernel("int64(int32[::1])")
+def first_negative(ids: Any) -> Any:
+    """The place of the first id below 0, or -1."""
+    for i in range(len(ids)):
+        if ids[i] < 0:
+            return i
+    return -1
+
+
+class MatchIndex:
+    """Tokens with an index over them, growing. Not thread-safe: its owner holds a lock.
+
+    tokens: int32[capacity], the first `size` are in use
+    links:  int32[capacity - base, 3], for each position from base on and each order, the position before it with
+            the same context, or -1
+    table:  int32[slots], see the module's docstring; -1: free
+
+    An index with a base indexes only positions from base on (an open call's output behind its prompt).
+    """
+
+    __slots__ = ("base", "links", "size", "table", "tokens", "used")
+
+    def __init__(self, capacity: int = 64, base: int = 0) -> None:
+        self.base = base
+        self.size = 0
+        self.tokens: Int32 = np.empty(max(1, capacity), dtype=np.int32)
+        self.links: Int32 = np.empty((0, 3), dtype=np.int32)
+        self.table: Int32 = np.empty(0, dtype=np.int32)
+        self.used: Int64 = np.zeros(1, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.links.nbytes + self.table.nbytes + self.used.nbytes
+
+    def write(self, ids: Int32) -> None:
+        """Add tokens without indexing them. O(1) a token, amortised."""
+        need = self.size + len(ids)
+        if need > len(self.tokens):
+            self._reserve(need)
+        self.tokens[self.size : need] = ids
+        self.size = need
+
+    def append(self, ids: Int32) -> None:
+        """Add tokens and index each: it followed the context before it. O(1) a token, amortised."""
+        first = self.size
+        self.write(ids)
+        if len(self.links) < self.size - self.base:
+            self._reserve_links()
+        self.insert(first, self.size)
+
+    def insert(self, first: int, last: int) -> None:
+        """Index positions first..last-1, whose tokens are written already."""
+        if len(self.table) < 64:
+            self._grow_table()
+        while True:
+            first = insert(self.tokens, self.base, first, last, self.links, self.table, self.used)
+            if first >= last:
+                return
+            self._grow_table()
+
+    def seam(self, lead: Int32) -> None:
+        """End the stretch: what comes next follows `lead` (at most LEAD tokens), not what was written last."""
+        if self.size and self.tokens[self.size - 1] != SEAM:
+            self.write(_SEAM)
+        self.lead(lead)
+
+    def lead(self, tokens: Int32) -> None:
+        """Add tokens that are no positions: they are only what comes before the next ones."""
+        self.write(tokens)
+
+    def drop(self) -> None:
+        """Let the index go; the tokens stay."""
+        self.links = np.empty((0, 3), dtype=np.int32)
+        self.table = np.empty(0, dtype=np.int32)
+        self.used[0] = 0
+
+    # ---- growth: by an eighth where arrays are large, so that little is held unused ----------------
+
+    def _reserve(self, need: int) -> None:
+        if need > MAX_TOKENS:
+            raise MemoryBudgetError(
+                f"one trajectory can hold {MAX_TOKENS} tokens, {need} were needed: start a new trajectory"
+            )
+        grown = np.empty(_grown(need), dtype=np.int32)
+        grown[: self.size] = self.tokens[: self.size]
+        self.tokens = grown
+
+    def _reserve_links(self) -> None:
+        # Not longer than the tokens' array, so that a prompt that fills it leaves the links exact too.
+        grown = np.empty((max(len(self.tokens) - self.base, self.size - self.base), 3), dtype=np.int32)
+        grown[: len(self.links)] = self.links
+        self.links = grown
+
+    def _grow_table(self) -> None:
+        slots = len(self.table)
+        grown = np.full(max(64, 2 * slots if slots < 65536 else slots + slots // 4), _EMPTY, dtype=np.int32)
+        if slots:
+            move_entries(self.tokens, self.table, grown)
+        self.table = grown
+
+    def check(self, segments: Any) -> None:
+        """Raise IntegrityError unless links and table are what the definition makes of tokens and segments.
+
+        segments: [(start, end), ...], the indexed ranges. Pure Python over dicts, some microseconds a token.
+        """
+        tokens = self.tokens[: self.size].tolist()
+        expected = 0
+        last: list[dict[tuple[int, ...], int]] = [{}, {}, {}]
+        occurred: list[dict[tuple[int, ...], int]] = [{}, {}, {}]
+        for start, end in segments:
+            for position in range(start, end):
+                for order, length in enumerate(ORDERS):
+                    key = tuple(tokens[max(0, position - length) : position])
+                    link = int(self.links[position - self.base, order])
+                    if len(key) < length or SEAM in key:
+                        if link != -1:
+                            raise IntegrityError(f"link {order} of {position} is {link}, but it has no such context")
+                        continue
+                    if link != last[order].get(key, -1):
+                        raise IntegrityError(
+                            f"link {order} of {position} is {link}, the occurrence before is at "
+                            f"{last[order].get(key, -1)}"
+                        )
+                    last[order][key] = position
+                    occurred[order][key] = occurred[order].get(key, 0) + 1
+        for order, length in enumerate(ORDERS):
+            for key, position in last[order].items():
+                present = order == 0 or occurred[order - 1][key[length - ORDERS[order - 1] :]] > 1
+                query = np.array(key, dtype=np.int32)
+                _, held = look_up(self.tokens, self.table, order, query, length)
+                if held != (position if present else -1):
+                    raise IntegrityError(f"order {order}: the table has {held} for a context last seen at {position}")
+                expected += present
+        entries = int((self.table != _EMPTY).sum())
+        if not expected == entries == int(self.used[0]):
+            raise IntegrityError(f"{expected} contexts, {entries} table entries, {int(self.used[0])} counted")
+        if entries and entries >= len(self.table):
+            raise IntegrityError("the table has no free slot")
+
+
+_SEAM = np.array([SEAM], dtype=np.int32)
+
+
+def _grown(need: int) -> int:
+    return need + max(64, need // 8)

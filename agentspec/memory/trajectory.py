@@ -6,34 +6,52 @@ A call goes like this:
 
     context = memory.extend(prompt, spans)     # lay the prompt against what is held; adds only what is new
     matches = memory.match(context)            # where the end of this context occurred before
+    tokens, source = matches.copy(0, 16)       # what followed the best of them
     memory.append(context, emitted)            # accepted tokens, as they come
     memory.close(context)                      # the call is over: its output is now an earlier output
 
-Several calls of one trajectory may be open at once; each has its own context.
+Several calls of one trajectory may be open at once. Each has its own context and sees what the memory holds and its
+own output; another call's output joins the memory when that call is closed. So what a call sees depends on the order
+of extend and close alone, not on how steps interleave, and an output always lies in one piece.
+
+In one array lie segments in the order in which they came. Where two neighbours did not follow one another in a real
+prompt, a SEAM (-1) and a lead-in part them; index.py's docstring defines both, and what a match is.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.errors import IntegrityError, InvalidRequestError
-from agentspec.memory.index import Matches, find_longest
+from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
+from agentspec.memory import index as _index
+from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
 
-__all__ = ["Context", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
+__all__ = ["Context", "Matches", "Place", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
 
 Int32 = NDArray[np.int32]
 Tokens = Sequence[int] | NDArray[Any]
 
+# A run of this many tokens counts as held, wherever it was held; shorter ones may be coincidence.
+SHORTEST_RUN = 32
+# Of the places where a run may be held so many are tried, the most recent first.
+TRIES = 16
+DEFAULT_MAX_TOKENS = 4 * 2**20
+# What a memory costs before it holds a token, and an open call besides its arrays: measured by benchmarks/memory.py.
+_EMPTY_BYTES = 4096
+_OPEN_BYTES = 2048
+_HELD_ENTRY_BYTES = 150
+
 
 class Source(enum.IntEnum):
-    """Where a token in the memory came from. OUTPUT turns from current to earlier when its call closes."""
+    """Where a token in the memory came from. CURRENT is a call's own output while the call is open."""
 
     PROMPT = 0
     TOOL = 1
@@ -41,6 +59,14 @@ class Source(enum.IntEnum):
     CURRENT = 3
     SEED = 4
     SCHEMA = 5
+
+
+class Place(enum.IntEnum):
+    """What a match's position counts in: the context's tokens, the memory's, or those of its namespace's memory."""
+
+    OUTPUT = _index.IN_OUTPUT
+    MEMORY = _index.IN_MEMORY
+    SHARED = _index.IN_SHARED
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +83,7 @@ class Span:
 class Segment:
     """tokens[start:end] of the memory, one piece of one origin. Copies never run across its end.
 
-    identity is a hash of its tokens and role; two segments with the same identity are the same message.
+    identity is a hash of its tokens (62 bits, the same in every process).
     """
 
     start: int
@@ -67,53 +93,120 @@ class Segment:
     identity: int
 
 
+class Matches:
+    """Earlier occurrences of a context's end, the longest agreement first, then the most recent.
+
+    positions:  int32[m], the position of the token that FOLLOWED the occurrence, counted in its place
+    lengths:    int32[m], how many of the context's last tokens stand right before that position
+    places:     int32[m], Place
+    sources:    int32[m], Source
+    ends:       int32[m], where copying from positions stops; -1: nowhere, a copy of the call's own output goes on
+                periodically over what it copied itself
+
+    Valid until the memory changes; copy what has to live longer.
+    """
+
+    __slots__ = ("_context", "_rows")
+
+    def __init__(self, context: Context, rows: Int32) -> None:
+        self._context = context
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def positions(self) -> Int32:
+        return self._rows[:, _index.POSITION]
+
+    @property
+    def lengths(self) -> Int32:
+        return self._rows[:, _index.AGREEMENT]
+
+    @property
+    def places(self) -> Int32:
+        return self._rows[:, _index.PLACE]
+
+    @property
+    def sources(self) -> Int32:
+        return self._rows[:, _index.SOURCE]
+
+    @property
+    def ends(self) -> Int32:
+        return self._rows[:, _index.END]
+
+    def copy(self, row: int, count: int) -> tuple[Int32, Source]:
+        """What followed occurrence `row`: int32[count or less], cut at the segment's end, and its source."""
+        place, position, _, source, end = self._rows[row].tolist()
+        if place == Place.OUTPUT:
+            return _periodic(self._context.tokens, position, count), Source.CURRENT
+        memory = self._context.memory
+        if place == Place.SHARED:
+            assert memory.shared is not None
+            memory = memory.shared
+        return memory.tokens[position : min(position + count, end)].copy(), Source(source)
+
+
 class Context:
     """One open call: its own real context (prompt and output so far), whatever the memory holds besides.
 
     memory:         the trajectory's memory
     prompt_length:  tokens of the prompt
     held:           prompt tokens that the memory already had
+    added:          the segments that the prompt added, in their order
+    layout:         int32[m, 3], where the prompt lies in the memory: tokens[row[0]:row[1]] of the context are
+                    tokens[row[2]:...] of the memory (as it was when the call was opened)
+    stored:         the output's segment, once the call is closed; None if there was no output
     """
 
-    __slots__ = ("_buffer", "_size", "closed", "held", "memory", "output_start", "prompt_length")
+    __slots__ = ("added", "bridge", "closed", "held", "index", "layout", "memory", "prompt_length", "stored", "tail")
 
-    def __init__(self, memory: TrajectoryMemory, prompt: Int32, held: int) -> None:
+    def __init__(self, memory: TrajectoryMemory, prompt: Int32) -> None:
         self.memory = memory
         self.prompt_length = len(prompt)
-        self.held = held
+        self.held = 0
+        self.added: tuple[Segment, ...] = ()
+        self.layout: Int32 = np.empty((0, 3), dtype=np.int32)
+        self.stored: Segment | None = None
         self.closed = False
-        self.output_start = -1
-        self._size = len(prompt)
-        self._buffer = np.empty(max(64, len(prompt) + 256), dtype=np.int32)
-        self._buffer[: self._size] = prompt
+        self.index = MatchIndex(len(prompt) + 256, base=len(prompt))
+        self.index.write(prompt)
+        self.bridge = self.tail = -1
 
     @property
     def tokens(self) -> Int32:
         """int32[prompt + output]: a view, valid until the next append."""
-        return self._buffer[: self._size]
+        return self.index.tokens[: self.index.size]
 
     @property
     def output(self) -> Int32:
-        """int32[output so far]: a view."""
-        return self._buffer[self.prompt_length : self._size]
+        """int32[output so far]: a view, valid until the next append."""
+        return self.index.tokens[self.prompt_length : self.index.size]
 
-    def _append(self, tokens: Int32) -> None:
-        need = self._size + len(tokens)
-        if need > len(self._buffer):
-            grown = np.empty(max(need, 2 * len(self._buffer)), dtype=np.int32)
-            grown[: self._size] = self._buffer[: self._size]
-            self._buffer = grown
-        self._buffer[self._size : need] = tokens
-        self._size = need
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for the call while it is open."""
+        return self.index.nbytes + self.layout.nbytes + _OPEN_BYTES
+
+    def covers(self, position: int) -> bool:
+        """Whether the memory's token at `position` is in this prompt, as it was laid when the call was opened."""
+        rows = self.layout
+        return bool(((rows[:, 2] <= position) & (position < rows[:, 2] + rows[:, 1] - rows[:, 0])).any())
 
 
 def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
     """Token ids as int32[n]. Raises InvalidRequestError for anything that isn't a flat list of ids >= 0."""
+    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
+        narrow = np.ascontiguousarray(tokens)
+        place = int(_index.first_negative(narrow))
+        if place >= 0:
+            raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}")
+        return narrow
     try:
         wide = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}") from error
-    if wide.size == 0:
+    if wide.size == 0 and wide.ndim == 1:
         return np.empty(0, dtype=np.int32)
     if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
         raise InvalidRequestError(
@@ -122,50 +215,105 @@ def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 2**31 - 1:
         raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {low}..{high}")
-    return wide.astype(np.int32, copy=False)
+    return np.ascontiguousarray(wide, dtype=np.int32)
 
 
 class TrajectoryMemory:
     """What one trajectory has seen. Thread-safe: every method takes the memory's own lock.
 
-    attachments holds what a proposer learned for this trajectory, by the proposer's name; an attachment
-    has an `nbytes` attribute so that it counts in the memory's budget.
+    shared:      the memory of the namespace (outputs of its trajectories), matched too; None: nothing is shared
+    max_tokens:  beyond so many the oldest half is forgotten
+    attachments: what a proposer learned for this trajectory, by the proposer's name. An attachment has an `nbytes`
+                 attribute, so that it counts in the memory's budget, and goes when the memory is evicted.
+    epoch:       grows when tokens are forgotten: positions noted before are void then
     """
 
-    def __init__(self, id: str = "", namespace: str | None = None) -> None:
+    def __init__(
+        self,
+        id: str = "",
+        namespace: str | None = None,
+        *,
+        shared: TrajectoryMemory | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> None:
+        if not 1024 <= max_tokens <= MAX_TOKENS:
+            raise InvalidRequestError(f"max_tokens: needed 1024..{MAX_TOKENS}, got {max_tokens}")
         self.id = id
         self.namespace = namespace
+        self.shared = shared
+        self.max_tokens = max_tokens
         self.attachments: dict[str, Any] = {}
         self.lock = threading.RLock()
-        self._tokens = np.empty(1024, dtype=np.int32)
-        self._size = 0
-        self._segments: list[Segment] = []
-        self._held: dict[int, int] = {}  # segment identity -> its place in _segments
-        self._open: list[Context] = []
+        self.epoch = 0
+        self.on_growth: Callable[[TrajectoryMemory], None] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._index = MatchIndex()
+        self._rows = np.empty((16, 4), dtype=np.int32)  # start, end, source, role's place in _roles
+        self._identities = np.empty(16, dtype=np.int64)
+        self._count = 0
+        self._roles: list[str] = []
+        self._held: dict[int, int] = {}  # identity of a message -> where it lies
+        if not hasattr(self, "_open"):
+            self._open: list[Context] = []
 
     # ---- what is held -------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        """Tokens held, lead-ins and seams included."""
+        return self._index.size
+
     @property
     def tokens(self) -> Int32:
-        """int32[n], everything held, in the order in which it came: a view, valid until the next change."""
-        return self._tokens[: self._size]
+        """int32[n], everything held, in the order in which it came: a view, valid until the next change.
+
+        Between segments may lie a lead-in (tokens that are held elsewhere) and SEAM (-1).
+        """
+        return self._index.tokens[: self._index.size]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         with self.lock:
-            return tuple(self._segments)
+            return self.segments_from(0)
+
+    def segments_from(self, first: int) -> tuple[Segment, ...]:
+        """The segments but for the first `first`: what is new since there were so many."""
+        with self.lock:
+            return tuple(
+                Segment(start, end, Source(source), self._roles[role], identity)
+                for (start, end, source, role), identity in zip(
+                    self._rows[first : self._count].tolist(), self._identities[first : self._count].tolist(), strict=True
+                )
+            )
+
+    @property
+    def segment_count(self) -> int:
+        return self._count
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a call is open."""
+        return bool(self._open)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, attachments included."""
-        return int(self._tokens.nbytes + 160 * len(self._segments)) + sum(
-            int(getattr(a, "nbytes", 0)) for a in self.attachments.values()
-        )
+        """Bytes held: index, open calls, attachments. Within 10 % of what the process holds for it."""
+        with self.lock:
+            return (
+                _EMPTY_BYTES
+                + self._index.nbytes
+                + self._rows.nbytes
+                + self._identities.nbytes
+                + _HELD_ENTRY_BYTES * len(self._held)
+                + sum(context.nbytes for context in self._open)
+                + sum(int(getattr(attachment, "nbytes", 0)) for attachment in self.attachments.values())
+            )
 
     def source_at(self, position: int) -> Source:
-        """The source of the token at `position` of `tokens`."""
+        """The source of the token at `position` of `tokens`; a lead-in has that of what was before it."""
         with self.lock:
-            return self._segment_at(position).source
+            return Source(int(self._rows[self._segment_at(position), 2]))
 
     # ---- changes ------------------------------------------------------------------------------
 
@@ -173,52 +321,107 @@ class TrajectoryMemory:
         """Open a call: lay its prompt (int32[n]) against what is held and add what is new.
 
         spans cut the prompt into messages, in order and without overlap; what they leave uncovered counts as
-        PROMPT. A span whose tokens are held already adds nothing. Raises InvalidRequestError for an empty prompt
-        or spans that don't fit it.
+        PROMPT. A message that is held already, whole or as a part of one, adds nothing. One that is held for the
+        most part (three quarters, in runs of 32 tokens and more) adds only the rest. What no span covers is laid
+        run by run. So nothing is stored more than four times, however the history was rewritten around it.
+
+        Raises InvalidRequestError for an empty prompt or spans that don't fit it, MemoryBudgetError for a prompt that
+        doesn't fit the memory.
         """
         ids = as_tokens(prompt, "prompt")
         if len(ids) == 0:
             raise InvalidRequestError("prompt: needed at least one token, got none")
+        tiles = _cover(len(ids), spans)
+        bounds = np.array([(tile.start, tile.end) for tile, _ in tiles], dtype=np.int64)
+        identities = np.empty(len(bounds), dtype=np.int64)
+        _index.identities(ids, bounds, identities)
         with self.lock:
-            held = 0
-            for span in _cover(len(ids), spans):
-                piece = ids[span.start : span.end]
-                if self._add(piece, span.source, span.role):
-                    continue
-                held += len(piece)
-            context = Context(self, ids, held)
+            self._make_room(len(ids))
+            context = Context(self, ids)
+            before = self._count
+            layout: list[tuple[int, int, int]] = []
+            writer = _Writer(self, ids)
+            for (tile, named), identity in zip(tiles, identities.tolist(), strict=True):
+                self._lay(writer, tile, named, identity, layout)
+            context.added = self.segments_from(before)
+            context.layout = np.array(layout, dtype=np.int32).reshape(-1, 3)
+            added = sum(segment.end - segment.start for segment in context.added)
+            context.held = max(0, len(ids) - added)
+            context.bridge, context.tail = writer.bridge, self._index.size
             self._open.append(context)
-            return context
+        self._grew()
+        return context
 
     def append(self, context: Context, tokens: Tokens) -> None:
         """Add emitted tokens (int32[m]) to an open call. Raises InvalidRequestError if the call is closed."""
         ids = as_tokens(tokens, "emitted tokens")
+        index = context.index
         with self.lock:
             if context.closed or context.memory is not self:
                 raise InvalidRequestError("append: this call is closed, or belongs to another memory")
-            context._append(ids)
-            tail = self._segments[-1] if self._segments else None
-            mine = tail is not None and tail.end == self._size and tail.start == context.output_start
-            if tail is not None and mine:
-                self._write(ids)
-                self._segments[-1] = Segment(tail.start, self._size, Source.CURRENT, "assistant", 0)
-            elif len(ids):
-                context.output_start = self._size
-                self._write(ids)
-                self._segments.append(Segment(context.output_start, self._size, Source.CURRENT, "assistant", 0))
+            held = len(index.tokens) + len(index.table)
+            index.append(ids)
+            grew = len(index.tokens) + len(index.table) != held
+        if grew:
+            self._grew()
+
+    def truncate(self, context: Context, output_length: int) -> None:
+        """Take back the end of an open call's output: only its first output_length tokens were delivered.
+
+        Raises InvalidRequestError if the call is closed or its output is shorter. O(output).
+        """
+        with self.lock:
+            if context.closed or context.memory is not self:
+                raise InvalidRequestError("truncate: this call is closed, or belongs to another memory")
+            if not 0 <= output_length <= len(context.output):
+                raise InvalidRequestError(
+                    f"truncate: the output has {len(context.output)} tokens, {output_length} were to remain"
+                )
+            kept = context.tokens[: context.prompt_length + output_length]
+            index = MatchIndex(len(kept) + 256, base=context.prompt_length)
+            index.write(kept[: context.prompt_length])
+            index.append(kept[context.prompt_length :])
+            context.index = index
 
     def close(self, context: Context) -> None:
-        """End a call: its output becomes an earlier output. Closing twice is allowed."""
+        """End a call: its output becomes an earlier output, here and in the namespace. Closing twice is allowed.
+
+        Raises InvalidRequestError if the call belongs to another memory.
+        """
+        if context.memory is not self:
+            raise InvalidRequestError("close: this call belongs to another memory")
         with self.lock:
             if context.closed:
                 return
             context.closed = True
             self._open.remove(context)
-            for place, segment in enumerate(self._segments):
-                if segment.start == context.output_start and segment.source is Source.CURRENT:
-                    identity = _identity(self._tokens[segment.start : segment.end], "assistant")
-                    self._segments[place] = Segment(segment.start, segment.end, Source.OUTPUT, "assistant", identity)
-                    self._held.setdefault(identity, place)
+            ids, start, end = context.tokens, context.prompt_length, context.index.size
+            if end > start:
+                self._make_room(end - start)
+                writer = _Writer(self, ids)
+                if context.tail == self._index.size:
+                    writer.bridge = context.bridge
+                identity = _identity(ids, start, end)
+                writer.store(start, end, Source.OUTPUT, "assistant", identity)
+                context.stored = self.segments_from(self._count - 1)[0]
+            # The tokens stay readable; the open output's own index is of no more use.
+            context.index.drop()
+        if self.shared is not None and end > start:
+            self.shared.publish(ids, start, end)
+        self._grew()
+
+    def publish(self, ids: Int32, start: int, end: int, source: Source = Source.OUTPUT, role: str = "assistant") -> bool:
+        """Hold ids[start:end], which followed ids[:start] in some other trajectory. False if it is held already."""
+        with self.lock:
+            if end - start > self.max_tokens // 2:
+                start = end - self.max_tokens // 2
+            self._make_room(end - start)
+            identity = _identity(ids, start, end)
+            if self._find_held(ids, start, end, identity) >= 0:
+                return False
+            _Writer(self, ids).store(start, end, source, role, identity)
+        self._grew()
+        return True
 
     def seed(self, tokens: Tokens, source: Source = Source.SEED) -> int:
         """Hold tokens (int32[n]) as draft material without claiming that they are in any prompt.
@@ -226,91 +429,295 @@ class TrajectoryMemory:
         Returns how many tokens were added: 0 if they are held already.
         """
         ids = as_tokens(tokens, "seed")
+        if len(ids) == 0:
+            return 0
         with self.lock:
-            return len(ids) if self._add(ids, source, "seed") else 0
+            self._make_room(len(ids))
+            before = self._count
+            layout: list[tuple[int, int, int]] = []
+            writer = _Writer(self, ids)
+            self._lay(writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout)
+            added = sum(segment.end - segment.start for segment in self.segments_from(before))
+        self._grew()
+        return added
+
+    def seed_text(self, text: str, encode: Callable[[str], Tokens], source: Source = Source.SEED) -> int:
+        """Hold text as it is and, where that differs, as it reads inside a JSON string.
+
+        encode: text -> token ids, without special tokens. A model that writes a file through a tool call writes it
+        escaped, so that form is what its output will repeat. Returns how many tokens were added.
+        """
+        added = self.seed(encode(text), source)
+        escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+        if escaped != text:
+            added += self.seed(encode(escaped), source)
+        return added
+
+    def forget_oldest(self, keep: int) -> int:
+        """Forget the oldest segments until at most `keep` tokens are held. Returns how many went.
+
+        Rebuilds the index: O(tokens kept). Open calls go on; what they hold themselves isn't touched.
+        """
+        with self.lock:
+            size = self._index.size
+            if size <= keep:
+                return 0
+            rows = self._rows[: self._count]
+            first = int(np.searchsorted(rows[:, 0], size - keep))
+            cut = int(rows[first, 0]) if first < self._count else size
+            old, kept, names = self._index.tokens[cut:size].copy(), rows[first:].copy(), self._identities[first : self._count]
+            kept[:, :2] -= cut
+            held = {identity: start - cut for identity, start in self._held.items() if start >= cut}
+            roles, identities = self._roles, names.copy()
+            self._clear()
+            self._roles, self._held = roles, held
+            self._restore(old, kept, identities)
+            self.epoch += 1
+            for context in self._open:
+                context.tail = context.tail - cut if context.tail > cut else -1
+                layout = context.layout[context.layout[:, 2] >= cut].copy()
+                layout[:, 2] -= cut
+                context.layout = layout
+            return cut
+
+    def clear(self) -> None:
+        """Forget everything, attachments too. Open calls go on with what they hold themselves."""
+        with self.lock:
+            self.forget_oldest(0)
+            self._held = {}
+            self.attachments.clear()
 
     # ---- matching -----------------------------------------------------------------------------
 
-    def match(self, context: Context, min_match: int = 1, max_match: int = 32) -> Matches:
-        """Earlier occurrences of the end of the context (see Matches)."""
-        with self.lock:
-            position, length = find_longest(
-                self._tokens, self._size, context._buffer, context._size, min_match, max_match
+    def match(self, context: Context, min_match: int = 1, max_match: int = 32, recent: int = 4) -> Matches:
+        """Earlier occurrences of the end of the context (index.py's docstring defines which).
+
+        min_match, max_match: fewest tokens that have to agree, and most that are counted
+        recent:               positions per context length (1, 3 and 8 tokens), 1..64
+        A few microseconds, whatever the memory holds. `context` may belong to another memory (then positions in
+        its own output are found too).
+        """
+        if not 1 <= min_match <= max_match or not 1 <= recent <= 64:
+            raise InvalidRequestError(
+                f"match: needed 1 <= min_match <= max_match and 1 <= recent <= 64, got {min_match}, {max_match}, {recent}"
             )
-        if position < 0:
-            return Matches(np.empty(0, np.int32), np.empty(0, np.int32))
-        return Matches(np.array([position], np.int32), np.array([length], np.int32))
+        found = np.empty((6 * recent, 5), dtype=np.int32)
+        own = context.index
+        shared = self.shared
+        with self.lock:
+            mine = self._index
+            if shared is None:
+                count = _index.find(
+                    own.tokens, own.size, own.base, own.links, own.table,
+                    mine.tokens, mine.links, mine.table, self._rows, self._count,
+                    _NO_TOKENS, _NO_ROWS, _NO_TOKENS, _NO_ROWS, 0,
+                    min_match, max_match, recent, found,
+                )  # fmt: skip
+            else:
+                with shared.lock:
+                    theirs = shared._index
+                    count = _index.find(
+                        own.tokens, own.size, own.base, own.links, own.table,
+                        mine.tokens, mine.links, mine.table, self._rows, self._count,
+                        theirs.tokens, theirs.links, theirs.table, shared._rows, shared._count,
+                        min_match, max_match, recent, found,
+                    )  # fmt: skip
+        return Matches(context, found[:count])
 
     def copy(self, position: int, count: int) -> tuple[Int32, Source]:
-        """What followed: up to count tokens (int32) from `position`, cut at its segment's end, and their source."""
+        """Up to count tokens (int32) of the memory from `position`, cut at its segment's end, and their source.
+
+        For a match use Matches.copy, which knows the match's place.
+        """
         with self.lock:
-            segment = self._segment_at(position)
-            return self._tokens[position : min(position + count, segment.end)].copy(), segment.source
+            if not 0 <= position < self._index.size:
+                raise InvalidRequestError(f"copy: the memory holds {self._index.size} tokens, asked for {position}")
+            _, end, source, _ = self._rows[self._segment_at(position)].tolist()
+            return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(source)
 
     # ---- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise IntegrityError if an invariant is broken. Costs O(tokens); for tests and doctors."""
+        """Raise IntegrityError if an invariant is broken. Some microseconds a token; for tests and doctors."""
         with self.lock:
+            tokens = self.tokens
             at = 0
-            for segment in self._segments:
-                if segment.start != at or segment.end <= segment.start:
-                    raise IntegrityError(f"segments don't tile the tokens: {segment} after {at}")
+            for segment in self.segments:
+                if not at <= segment.start < segment.end <= len(tokens):
+                    raise IntegrityError(f"segments overlap or are empty: {segment} after {at}")
+                between = tokens[at : segment.start]
+                lead = between[1:] if len(between) and between[0] == SEAM else between
+                if len(lead) > LEAD or bool((lead < 0).any()):
+                    raise IntegrityError(f"a lead-in of {len(lead)} tokens before {segment}")
+                if bool((tokens[segment.start : segment.end] < 0).any()):
+                    raise IntegrityError(f"a seam inside {segment}")
+                if segment.identity != _identity(tokens, segment.start, segment.end):
+                    raise IntegrityError(f"{segment} has another identity than its tokens")
                 at = segment.end
-            if at != self._size:
-                raise IntegrityError(f"segments end at {at}, tokens at {self._size}")
-            for identity, place in self._held.items():
-                if self._segments[place].identity != identity:
-                    raise IntegrityError(f"identity table names segment {place}, which has another identity")
+            if at != len(tokens):
+                raise IntegrityError(f"segments end at {at}, tokens at {len(tokens)}")
+            self._index.check([(segment.start, segment.end) for segment in self.segments])
+            for start in self._held.values():
+                if not 0 <= start < len(tokens):
+                    raise IntegrityError(f"a message is said to be held at {start} of {len(tokens)}")
             for context in self._open:
-                if context.closed:
-                    raise IntegrityError("a closed call is listed as open")
+                if context.closed or context.memory is not self:
+                    raise IntegrityError("a closed or foreign call is listed as open")
+                context.index.check([(context.prompt_length, context.index.size)])
+                for start, end, place in context.layout.tolist():
+                    if not np.array_equal(context.tokens[start:end], tokens[place : place + end - start]):
+                        raise IntegrityError(f"prompt tokens {start}..{end} are said to be held at {place}, and aren't")
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _segment_at(self, position: int) -> Segment:
-        low, high = 0, len(self._segments)
-        while low < high:
-            middle = (low + high) // 2
-            if self._segments[middle].end <= position:
-                low = middle + 1
-            else:
-                high = middle
-        return self._segments[low]
+    def _segment_at(self, position: int) -> int:
+        return int(np.searchsorted(self._rows[: self._count, 0], position, side="right")) - 1
 
-    def _add(self, ids: Int32, source: Source, role: str) -> bool:
-        if len(ids) == 0:
-            return False
-        identity = _identity(ids, role)
-        for known in (identity, _identity(ids, "assistant")):
-            place = self._held.get(known)
-            if place is not None:
-                segment = self._segments[place]
-                if np.array_equal(self._tokens[segment.start : segment.end], ids):
-                    return False
-        start = self._size
-        self._write(ids)
-        self._held[identity] = len(self._segments)
-        self._segments.append(Segment(start, self._size, source, role, identity))
-        return True
+    def _find_held(self, ids: Int32, start: int, end: int, identity: int) -> int:
+        """Where ids[start:end] is held in one piece, or -1."""
+        length = end - start
+        held = self._held.get(identity, -1)
+        tokens = self.tokens
+        if held >= 0 and np.array_equal(tokens[held : held + length], ids[start:end]):
+            return held
+        index = self._index
+        held, run = _index.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
+        # Not inside a lead-in: no copy starts there.
+        if run < length or held >= self._rows[self._segment_at(held), 1]:
+            return -1
+        self._held[identity] = held
+        return int(held)
 
-    def _write(self, ids: Int32) -> None:
-        need = self._size + len(ids)
-        if need > len(self._tokens):
-            grown = np.empty(max(need, 2 * len(self._tokens)), dtype=np.int32)
-            grown[: self._size] = self._tokens[: self._size]
-            self._tokens = grown
-        self._tokens[self._size : need] = ids
-        self._size = need
+    def _lay(
+        self, writer: _Writer, tile: Span, named: bool, identity: int, layout: list[tuple[int, int, int]]
+    ) -> None:
+        """Hold one message of a prompt: not at all anew, in part, or whole."""
+        ids, start, end = writer.ids, tile.start, tile.end
+        held = self._find_held(ids, start, end, identity)
+        if held >= 0:
+            layout.append((start, end, held))
+            writer.passed(end, held + end - start)
+            return
+        pieces = [(start, end, -1)]
+        if end - start >= SHORTEST_RUN and self._index.size:
+            index = self._index
+            rows = np.empty((2 + 2 * ((end - start) // SHORTEST_RUN), 3), dtype=np.int32)
+            count = _index.lay_runs(
+                ids, start, end, index.tokens, index.size, index.links, index.table, SHORTEST_RUN, TRIES, rows
+            )
+            runs = [(a, b, at) for a, b, at in rows[:count].tolist()]
+            covered = sum(b - a for a, b, at in runs if at >= 0)
+            if not named or 4 * covered >= 3 * (end - start):
+                pieces = runs
+        whole = len(pieces) == 1
+        for a, b, at in pieces:
+            if at >= 0:
+                layout.append((a, b, at))
+                writer.passed(b, at + b - a)
+                continue
+            # A piece between held runs takes some of the next run along, so that a copy of it finds its way on.
+            stop = min(b + LEAD, end) if not whole else b
+            at = writer.store(a, stop, tile.source, tile.role, identity if whole else None)
+            layout.append((a, stop, at))
+
+    def _make_room(self, tokens: int) -> None:
+        most = self.max_tokens
+        need = tokens + tokens // 8 + 64  # seams and lead-ins
+        if need > most:
+            raise MemoryBudgetError(
+                f"{tokens} tokens don't fit a memory of max_tokens={most}: allow at least {need}"
+            )
+        if self._index.size + need > most:
+            self.forget_oldest(max(0, min(most // 2, most - need)))
+
+    def _grew(self) -> None:
+        if self.on_growth is not None:
+            self.on_growth(self)
+
+    def _add_segment(self, start: int, end: int, source: Source, role: str, identity: int) -> None:
+        count = self._count
+        if count == len(self._rows):
+            rows = np.empty((count + max(16, count // 8), 4), dtype=np.int32)
+            rows[:count] = self._rows
+            names = np.empty(len(rows), dtype=np.int64)
+            names[:count] = self._identities
+            self._rows, self._identities = rows, names
+        if role not in self._roles:
+            self._roles.append(role)
+        self._rows[count] = (start, end, source, self._roles.index(role))
+        self._identities[count] = identity
+        self._held[identity] = start
+        self._count = count + 1
+
+    def _restore(self, tokens: Int32, rows: Int32, identities: NDArray[np.int64]) -> None:
+        """Fill an empty memory with tokens and segments (int32[m, 4], positions in tokens)."""
+        index = MatchIndex(len(tokens) + 64)
+        index.write(tokens)
+        index._reserve_links()
+        for start, end in rows[:, :2].tolist():
+            index.insert(start, end)
+        self._index = index
+        self._rows = np.concatenate([rows, np.empty((16, 4), dtype=np.int32)])
+        self._identities = np.concatenate([identities, np.empty(16, dtype=np.int64)])
+        self._count = len(rows)
 
 
-def _identity(ids: Int32, role: str) -> int:
-    return hash((role, ids.tobytes()))
+class _Writer:
+    """Writes pieces of one real sequence (a prompt, or a prompt and its output) into a memory, in their order.
+
+    bridge: the place in ids up to which the memory's end is the real past; -1 if it is something else
+    """
+
+    __slots__ = ("bridge", "ids", "memory")
+
+    def __init__(self, memory: TrajectoryMemory, ids: Int32) -> None:
+        self.memory = memory
+        self.ids = ids
+        self.bridge = -1
+
+    def passed(self, end: int, held_end: int) -> None:
+        """ids[:end] have been laid; the last piece was held up to held_end of the memory."""
+        if held_end == self.memory._index.size:
+            self.bridge = end
+
+    def store(self, start: int, end: int, source: Source, role: str, identity: int | None) -> int:
+        """Add ids[start:end] as a segment; returns where it lies."""
+        ids, index = self.ids, self.memory._index
+        if 0 <= self.bridge <= start <= self.bridge + LEAD:
+            # What stands between is held elsewhere (a template's header): repeating it keeps the stretch whole.
+            index.lead(ids[self.bridge : start])
+        else:
+            index.seam(ids[max(0, start - LEAD) : start])
+        at = index.size
+        index.append(ids[start:end])
+        if identity is None:
+            identity = _identity(ids, start, end)
+        self.memory._add_segment(at, index.size, source, role, identity)
+        self.bridge = end
+        return at
 
 
-def _cover(length: int, spans: Sequence[Span] | None) -> list[Span]:
-    """The spans with the gaps between them filled, so that they tile 0..length."""
-    tiled: list[Span] = []
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+_NO_ROWS = np.empty((0, 3), dtype=np.int32)
+
+
+def _identity(ids: Int32, start: int, end: int) -> int:
+    result = np.empty(1, dtype=np.int64)
+    _index.identities(ids, np.array([(start, end)], dtype=np.int64), result)
+    return int(result[0])
+
+
+def _periodic(tokens: Int32, position: int, count: int) -> Int32:
+    """count tokens from `position` on; those past the end repeat what was copied, as the copy itself would."""
+    tail = tokens[position:]
+    if len(tail) >= count:
+        return tail[:count].copy()
+    return np.resize(tail, count)
+
+
+def _cover(length: int, spans: Sequence[Span] | None) -> list[tuple[Span, bool]]:
+    """The spans with the gaps between them filled, so that they tile 0..length; False for what was a gap."""
+    tiled: list[tuple[Span, bool]] = []
     at = 0
     for span in spans or ():
         if span.start < at or span.end < span.start or span.end > length:
@@ -318,10 +725,10 @@ def _cover(length: int, spans: Sequence[Span] | None) -> list[Span]:
                 f"spans must lie in order, without overlap, inside the prompt of {length} tokens; got {span}"
             )
         if span.start > at:
-            tiled.append(Span(at, span.start))
+            tiled.append((Span(at, span.start), False))
         if span.end > span.start:
-            tiled.append(span)
+            tiled.append((span, True))
         at = span.end
     if at < length:
-        tiled.append(Span(at, length))
+        tiled.append((Span(at, length), False))
     return tiled
