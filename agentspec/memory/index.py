@@ -1,33 +1,36 @@
-"""The match index: where did the end of a context occur before, exactly, in O(1) a token and some 20 bytes a token.
+"""The match index: where did the end of a context occur before, exactly, in O(1) a token and some 20 bytes a
+token.
 
 Called by TrajectoryMemory only. May import numpy and the kernel decorator.
 
 What is matched
-    The memory's tokens lie in one int32 array. A *stretch* is a run of tokens that followed one another in some
-    real prompt or output; stretches are parted by a SEAM (-1), which no token equals. Inside a stretch lie
-    segments and, after a seam, at most LEAD tokens of lead-in: what really stood before the first segment, held
-    elsewhere already and repeated so that the segment's first tokens have a context.
+    The memory's tokens lie in one int32 array. A *stretch* is a run of tokens that followed one another in
+    some real prompt or output; stretches are parted by a SEAM (-1), which no token equals. Inside a stretch
+    lie segments and, after a seam, at most LEAD tokens of lead-in: what really stood before the first
+    segment, held elsewhere already and repeated so that the segment's first tokens have a context.
 
-    Position p *follows a context of k tokens* if p lies in a segment (not in a lead-in) and the k tokens before p,
-    in the same stretch, equal the context's last k. Its *agreement* is the largest such k, counted up to
-    max_match. What was copied from p runs to the end of p's segment and no further.
+    Position p *follows a context of k tokens* if p lies in a segment (not in a lead-in) and the k tokens
+    before p, in the same stretch, equal the context's last k. Its *agreement* is the largest such k, counted
+    up to max_match. What was copied from p runs to the end of p's segment and no further.
 
     For one place (the call's own output, the memory, the namespace's shared memory) and each k of ORDERS, the
-    `recent` largest positions that follow a context of k tokens are found, own output and memory counting as one
-    place in which own output is the more recent. The result is their union, without those whose agreement is under
-    min_match; by falling agreement, then own output before memory before shared, then by falling position.
-    Orders over max_match, or longer than the context, don't count. tests/memory/oracle.py says the same by brute force.
+    `recent` largest positions that follow a context of k tokens are found, own output and memory counting as
+    one place in which own output is the more recent. The result is their union, without those whose agreement
+    is under min_match; by falling agreement, then own output before memory before shared, then by falling
+    position. Orders over max_match, or longer than the context, don't count. tests/memory/oracle.py says the
+    same by brute force.
 
 How
     For each order a hash table gives the largest position of each distinct context, and `links` chains each
-    position to the one before with the same context: so a chain holds true occurrences only, and `recent` hops
-    find them all, however long the chain is. A context of a higher order enters the table only when the next lower
-    order's has occurred twice (until then that one occurrence answers for it), which keeps the table small.
-    All orders share one open-addressing table of int32: order (2 bits), some bits of the hash (3), position (26).
-    Per token: 4 bytes token, 12 links, and about 1 entry of 4 bytes at a load between 0.6 and 0.8.
+    position to the one before with the same context: so a chain holds true occurrences only, and `recent`
+    hops find them all, however long the chain is. A context of a higher order enters the table only when the
+    next lower order's has occurred twice (until then that one occurrence answers for it), which keeps the
+    table small. All orders share one open-addressing table of int32: order (2 bits), some bits of the hash
+    (3), position (26). Per token: 4 bytes token, 12 links, and about 1 entry of 4 bytes at a load between 0.6
+    and 0.8.
 
-Kernels are written in arithmetic that never leaves int64 and never overflows it, so that they run as plain Python
-too (NUMBA_DISABLE_JIT=1).
+Kernels are written in arithmetic that never leaves int64 and never overflows it, so that they run as plain
+Python too (NUMBA_DISABLE_JIT=1).
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ def agreement(tokens: Any, position: Any, context: Any, end: Any, limit: Any) ->
 
 @kernel("UniTuple(int64, 2)(int32[::1], int32[::1], int64, int32[::1], int64)")
 def look_up(tokens: Any, table: Any, order: Any, context: Any, end: Any) -> Any:
-    """(slot, position) of the context of `order` before context[end]; position is -1 and slot free if it is new.
+    """(slot, position) of the context of `order` before context[end]; position is -1 and slot free if it is
+    new.
 
     The table always has a free slot. Ends at the first free one: entries are never removed.
     """
@@ -128,8 +132,9 @@ def entry_for(context: Any, end: Any, order: Any) -> Any:
 def insert(tokens: Any, base: Any, first: Any, last: Any, links: Any, table: Any, used: Any) -> Any:
     """Index positions first..last-1 of tokens; links has a row for each position from base on.
 
-    used: int64[1], taken slots of the table. Returns the first position not indexed: `last`, or less where the table
-    is full (then it has to grow, and the call is repeated from there). A position takes at most three slots.
+    used: int64[1], taken slots of the table. Returns the first position not indexed: `last`, or less where
+    the table is full (then it has to grow, and the call is repeated from there). A position takes at most
+    three slots.
     """
     limit = (len(table) * _LOAD_NUMERATOR) // _LOAD_DENOMINATOR - 3
     run = 0  # tokens before the position in its stretch, as far as they matter
@@ -225,7 +230,8 @@ def find_in(
     found: Any,
     count: Any,
 ) -> Any:
-    """Append the occurrences of the end of context[:end] in one index to found[count:]; returns the new count.
+    """Append the occurrences of the end of context[:end] in one index to found[count:]; returns the new
+    count.
 
     taken: int64[3], how many positions each order has had already (own output and memory share it).
     """
@@ -318,8 +324,8 @@ def find(
 ) -> Any:
     """All occurrences of the end of context[:end], as the module's docstring defines them.
 
-    found: int32[6 * recent or more, 5], rows of place, position, agreement, source, end (of what may be copied; -1: a
-    copy of the own output has no end). Returns how many rows are filled.
+    found: int32[6 * recent or more, 5], rows of place, position, agreement, source, end (of what may be
+    copied; -1: a copy of the own output has no end). Returns how many rows are filled.
     """
     taken = np.zeros(3, dtype=np.int64)
     count = find_in(
@@ -372,10 +378,12 @@ def find(
 def longest_run(
     ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any
 ) -> Any:
-    """(start, length) of the longest run of tokens[:size] that equals ids[first:...], at most ids[first:last].
+    """(start, length) of the longest run of tokens[:size] that equals ids[first:...], at most
+    ids[first:last].
 
-    Looks at the `tries` most recent runs that agree in the highest order's worth of tokens (fewer where ids[first:last]
-    is short; a run of one token isn't looked for). (-1, 0) if there is none. Of equals the most recent wins.
+    Looks at the `tries` most recent runs that agree in the highest order's worth of tokens (fewer where
+    ids[first:last] is short; a run of one token isn't looked for). (-1, 0) if there is none. Of equals the
+    most recent wins.
     """
     best_start = -1
     best = 0
@@ -411,15 +419,27 @@ def longest_run(
     return best_start, best
 
 
-@kernel("int64(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64, int64, int32[:, ::1])")
+@kernel(
+    "int64(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], "
+    "int64, int64, int32[:, ::1])"
+)
 def lay_runs(
-    ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, shortest: Any, tries: Any, laid: Any
+    ids: Any,
+    first: Any,
+    last: Any,
+    tokens: Any,
+    size: Any,
+    links: Any,
+    table: Any,
+    shortest: Any,
+    tries: Any,
+    laid: Any,
 ) -> Any:
     """Cut ids[first:last] into runs of at least `shortest` tokens that are held, and what lies between.
 
-    laid: int32[n, 3], filled with rows (start, end, position in tokens or -1 for what isn't held), n >= 2 + 2 *
-    (last - first) // shortest. Returns the number of rows. Linear: a held run is skipped, a token that starts none costs
-    at most tries * shortest comparisons.
+    laid: int32[n, 3], filled with rows (start, end, position in tokens or -1 for what isn't held), n >= 2 + 2
+    * (last - first) // shortest. Returns the number of rows. Linear: a held run is skipped, a token that
+    starts none costs at most tries * shortest comparisons.
     """
     count = 0
     at = first
@@ -476,8 +496,8 @@ class MatchIndex:
     """Tokens with an index over them, growing. Not thread-safe: its owner holds a lock.
 
     tokens: int32[capacity], the first `size` are in use
-    links:  int32[capacity - base, 3], for each position from base on and each order, the position before it with
-            the same context, or -1
+    links:  int32[capacity - base, 3], for each position from base on and each order, the position before it
+            with the same context, or -1
     table:  int32[slots], see the module's docstring; -1: free
 
     An index with a base indexes only positions from base on (an open call's output behind its prompt).
@@ -524,7 +544,7 @@ class MatchIndex:
             self._grow_table()
 
     def seam(self, lead: Int32) -> None:
-        """End the stretch: what comes next follows `lead` (at most LEAD tokens), not what was written last."""
+        """End the stretch: what comes next follows `lead` (up to LEAD tokens), not what was written last."""
         if self.size and self.tokens[self.size - 1] != SEAM:
             self.write(_SEAM)
         self.lead(lead)
@@ -579,7 +599,9 @@ class MatchIndex:
                     link = int(self.links[position - self.base, order])
                     if len(key) < length or SEAM in key:
                         if link != -1:
-                            raise IntegrityError(f"link {order} of {position} is {link}, but it has no such context")
+                            raise IntegrityError(
+                                f"link {order} of {position} is {link}, but it has no such context"
+                            )
                         continue
                     if link != last[order].get(key, -1):
                         raise IntegrityError(
@@ -594,7 +616,9 @@ class MatchIndex:
                 query = np.array(key, dtype=np.int32)
                 _, held = look_up(self.tokens, self.table, order, query, length)
                 if held != (position if present else -1):
-                    raise IntegrityError(f"order {order}: the table has {held} for a context last seen at {position}")
+                    raise IntegrityError(
+                        f"order {order}: the table has {held} for a context last seen at {position}"
+                    )
                 expected += present
         entries = int((self.table != _EMPTY).sum())
         if not expected == entries == int(self.used[0]):

@@ -1,9 +1,11 @@
-"""kernel(): numba's njit as agentspec uses it: compiled at import, without the GIL, cached on disk, never silently.
+"""kernel(): numba's njit as agentspec uses it: compiled at import, without the GIL, cached on disk, never
+silently.
 
-Used by memory and drafting. May import numba. Compiled code is kept where numba keeps it: beside the source, else
-in the user's cache directory, else (both read-only, as in many containers) in a private directory under the
-system's temporary one, else nowhere. A compilation that takes longer than a moment says so on stderr, once;
-AGENTSPEC_QUIET=1 silences it. With NUMBA_DISABLE_JIT=1 the kernels run as the plain Python they are written in.
+Used by memory and drafting. May import numba. Compiled code is kept where numba keeps it: beside the source,
+else in the user's cache directory, else (both read-only, as in many containers) in a private directory under
+the system's temporary one, else nowhere. A compilation that takes longer than a moment says so on stderr,
+once; AGENTSPEC_QUIET=1 silences it. With NUMBA_DISABLE_JIT=1 the kernels run as the plain Python they are
+written in.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import config, njit
+import numba
+from numba import njit
 
 __all__ = ["kernel", "kernel_report"]
 
+config: Any = numba.config
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Loading all kernels from the cache takes less than this; compiling one takes more.
-_NOTICE_AFTER_SECONDS = 1.0
+# Loading all kernels from the cache takes half of this, compiling them ten times as much. Processor time, so
+# that a busy machine isn't taken for a compilation.
+_NOTICE_AFTER_SECONDS = 1.2
+_LOOK_EVERY_SECONDS = 0.2
 
 
 class _Progress:
@@ -33,11 +40,20 @@ class _Progress:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.seconds = 0.0
+        self.processor_seconds = 0.0
         self.kernels = 0
         self.from_cache = 0
         self.uncached = 0
         self.cache_directory = ""
         self.announced = False
+
+    def watch(self, done: threading.Event) -> None:
+        """Announce the work under way, if it turns out to be more than loading."""
+        started = time.process_time()
+        while not done.wait(_LOOK_EVERY_SECONDS):
+            if self.processor_seconds + time.process_time() - started > _NOTICE_AFTER_SECONDS:
+                self.announce()
+                return
 
     def announce(self) -> None:
         with self.lock:
@@ -45,7 +61,8 @@ class _Progress:
                 return
             self.announced = True
         print(
-            "agentspec: compiling its kernels for this machine (once, some ten seconds; later starts load them)",
+            "agentspec: compiling its kernels for this machine "
+            "(once, some ten seconds; later starts load them)",
             file=sys.stderr,
             flush=True,
         )
@@ -63,15 +80,15 @@ def kernel(signature: Any) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         if config.DISABLE_JIT:
             return function
-        started = time.perf_counter()
-        timer = threading.Timer(max(0.0, _NOTICE_AFTER_SECONDS - _progress.seconds), _progress.announce)
-        timer.daemon = True
-        timer.start()
+        started, processor_started = time.perf_counter(), time.process_time()
+        done = threading.Event()
+        threading.Thread(target=_progress.watch, args=(done,), daemon=True).start()
         try:
-            compiled = _compile(signature, function)
+            compiled: F = _compile(signature, function)
         finally:
-            timer.cancel()
+            done.set()
             _progress.seconds += time.perf_counter() - started
+            _progress.processor_seconds += time.process_time() - processor_started
         _progress.kernels += 1
         return compiled
 

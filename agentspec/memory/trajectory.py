@@ -10,12 +10,13 @@ A call goes like this:
     memory.append(context, emitted)            # accepted tokens, as they come
     memory.close(context)                      # the call is over: its output is now an earlier output
 
-Several calls of one trajectory may be open at once. Each has its own context and sees what the memory holds and its
-own output; another call's output joins the memory when that call is closed. So what a call sees depends on the order
-of extend and close alone, not on how steps interleave, and an output always lies in one piece.
+Several calls of one trajectory may be open at once. Each has its own context and sees what the memory holds
+and its own output; another call's output joins the memory when that call is closed. So what a call sees
+depends on the order of extend and close alone, not on how steps interleave, and an output always lies in one
+piece.
 
-In one array lie segments in the order in which they came. Where two neighbours did not follow one another in a real
-prompt, a SEAM (-1) and a lead-in part them; index.py's docstring defines both, and what a match is.
+In one array lie segments in the order in which they came. Where two neighbours did not follow one another in
+a real prompt, a SEAM (-1) and a lead-in part them; index.py's docstring defines both, and what a match is.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SHORTEST_RUN = 32
 # Of the places where a run may be held so many are tried, the most recent first.
 TRIES = 16
 DEFAULT_MAX_TOKENS = 4 * 2**20
-# What a memory costs before it holds a token, and an open call besides its arrays: measured by benchmarks/memory.py.
+# What a memory costs before it holds a token, and an open call besides its arrays: measured by
+# benchmarks/memory.py.
 _EMPTY_BYTES = 4096
 _OPEN_BYTES = 2048
 _HELD_ENTRY_BYTES = 150
@@ -62,7 +64,9 @@ class Source(enum.IntEnum):
 
 
 class Place(enum.IntEnum):
-    """What a match's position counts in: the context's tokens, the memory's, or those of its namespace's memory."""
+    """What a match's position counts in: the context's tokens, the memory's, or those of its namespace's
+    memory.
+    """
 
     OUTPUT = _index.IN_OUTPUT
     MEMORY = _index.IN_MEMORY
@@ -100,8 +104,8 @@ class Matches:
     lengths:    int32[m], how many of the context's last tokens stand right before that position
     places:     int32[m], Place
     sources:    int32[m], Source
-    ends:       int32[m], where copying from positions stops; -1: nowhere, a copy of the call's own output goes on
-                periodically over what it copied itself
+    ends:       int32[m], where copying from positions stops; -1: nowhere, a copy of the call's own output
+                goes on periodically over what it copied itself
 
     Valid until the memory changes; copy what has to live longer.
     """
@@ -159,7 +163,18 @@ class Context:
     stored:         the output's segment, once the call is closed; None if there was no output
     """
 
-    __slots__ = ("added", "bridge", "closed", "held", "index", "layout", "memory", "prompt_length", "stored", "tail")
+    __slots__ = (
+        "added",
+        "bridge",
+        "closed",
+        "held",
+        "index",
+        "layout",
+        "memory",
+        "prompt_length",
+        "stored",
+        "tail",
+    )
 
     def __init__(self, memory: TrajectoryMemory, prompt: Int32) -> None:
         self.memory = memory
@@ -189,7 +204,9 @@ class Context:
         return self.index.nbytes + self.layout.nbytes + _OPEN_BYTES
 
     def covers(self, position: int) -> bool:
-        """Whether the memory's token at `position` is in this prompt, as it was laid when the call was opened."""
+        """Whether the memory's token at `position` is in this prompt, as it was laid when the call was
+        opened.
+        """
         rows = self.layout
         return bool(((rows[:, 2] <= position) & (position < rows[:, 2] + rows[:, 1] - rows[:, 0])).any())
 
@@ -200,12 +217,16 @@ def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
         narrow = np.ascontiguousarray(tokens)
         place = int(_index.first_negative(narrow))
         if place >= 0:
-            raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}")
+            raise InvalidRequestError(
+                f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}"
+            )
         return narrow
     try:
         wide = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}") from error
+        raise InvalidRequestError(
+            f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}"
+        ) from error
     if wide.size == 0 and wide.ndim == 1:
         return np.empty(0, dtype=np.int32)
     if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
@@ -221,11 +242,12 @@ def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
 class TrajectoryMemory:
     """What one trajectory has seen. Thread-safe: every method takes the memory's own lock.
 
-    shared:      the memory of the namespace (outputs of its trajectories), matched too; None: nothing is shared
+    shared:      the memory of the namespace (outputs of its trajectories), matched too; None: nothing is
+                 shared
     max_tokens:  beyond so many the oldest half is forgotten
-    attachments: what a proposer learned for this trajectory, by the proposer's name. An attachment has an `nbytes`
-                 attribute, so that it counts in the memory's budget, and goes when the memory is evicted.
-    epoch:       grows when tokens are forgotten: positions noted before are void then
+    attachments: what a proposer learned for this trajectory, by the proposer's name. An attachment has an
+                 `nbytes` attribute, so that it counts in the memory's budget, and goes when the memory is
+    evicted. epoch:       grows when tokens are forgotten: positions noted before are void then
     """
 
     def __init__(
@@ -283,7 +305,9 @@ class TrajectoryMemory:
             return tuple(
                 Segment(start, end, Source(source), self._roles[role], identity)
                 for (start, end, source, role), identity in zip(
-                    self._rows[first : self._count].tolist(), self._identities[first : self._count].tolist(), strict=True
+                    self._rows[first : self._count].tolist(),
+                    self._identities[first : self._count].tolist(),
+                    strict=True,
                 )
             )
 
@@ -321,12 +345,13 @@ class TrajectoryMemory:
         """Open a call: lay its prompt (int32[n]) against what is held and add what is new.
 
         spans cut the prompt into messages, in order and without overlap; what they leave uncovered counts as
-        PROMPT. A message that is held already, whole or as a part of one, adds nothing. One that is held for the
-        most part (three quarters, in runs of 32 tokens and more) adds only the rest. What no span covers is laid
-        run by run. So nothing is stored more than four times, however the history was rewritten around it.
+        PROMPT. A message that is held already, whole or as a part of one, adds nothing. One that is held for
+        the most part (three quarters, in runs of 32 tokens and more) adds only the rest. What no span covers
+        is laid run by run. So nothing is stored more than four times, however the history was rewritten
+        around it.
 
-        Raises InvalidRequestError for an empty prompt or spans that don't fit it, MemoryBudgetError for a prompt that
-        doesn't fit the memory.
+        Raises InvalidRequestError for an empty prompt or spans that don't fit it, MemoryBudgetError for a
+        prompt that doesn't fit the memory.
         """
         ids = as_tokens(prompt, "prompt")
         if len(ids) == 0:
@@ -384,7 +409,8 @@ class TrajectoryMemory:
             context.index = index
 
     def close(self, context: Context) -> None:
-        """End a call: its output becomes an earlier output, here and in the namespace. Closing twice is allowed.
+        """End a call: its output becomes an earlier output, here and in the namespace. Closing twice is
+        allowed.
 
         Raises InvalidRequestError if the call belongs to another memory.
         """
@@ -410,8 +436,12 @@ class TrajectoryMemory:
             self.shared.publish(ids, start, end)
         self._grew()
 
-    def publish(self, ids: Int32, start: int, end: int, source: Source = Source.OUTPUT, role: str = "assistant") -> bool:
-        """Hold ids[start:end], which followed ids[:start] in some other trajectory. False if it is held already."""
+    def publish(
+        self, ids: Int32, start: int, end: int, source: Source = Source.OUTPUT, role: str = "assistant"
+    ) -> bool:
+        """Hold ids[start:end], which followed ids[:start] in some other trajectory. False if it is held
+        already.
+        """
         with self.lock:
             if end - start > self.max_tokens // 2:
                 start = end - self.max_tokens // 2
@@ -436,7 +466,9 @@ class TrajectoryMemory:
             before = self._count
             layout: list[tuple[int, int, int]] = []
             writer = _Writer(self, ids)
-            self._lay(writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout)
+            self._lay(
+                writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout
+            )
             added = sum(segment.end - segment.start for segment in self.segments_from(before))
         self._grew()
         return added
@@ -444,8 +476,8 @@ class TrajectoryMemory:
     def seed_text(self, text: str, encode: Callable[[str], Tokens], source: Source = Source.SEED) -> int:
         """Hold text as it is and, where that differs, as it reads inside a JSON string.
 
-        encode: text -> token ids, without special tokens. A model that writes a file through a tool call writes it
-        escaped, so that form is what its output will repeat. Returns how many tokens were added.
+        encode: text -> token ids, without special tokens. A model that writes a file through a tool call
+        writes it escaped, so that form is what its output will repeat. Returns how many tokens were added.
         """
         added = self.seed(encode(text), source)
         escaped = json.dumps(text, ensure_ascii=False)[1:-1]
@@ -465,7 +497,11 @@ class TrajectoryMemory:
             rows = self._rows[: self._count]
             first = int(np.searchsorted(rows[:, 0], size - keep))
             cut = int(rows[first, 0]) if first < self._count else size
-            old, kept, names = self._index.tokens[cut:size].copy(), rows[first:].copy(), self._identities[first : self._count]
+            old, kept, names = (
+                self._index.tokens[cut:size].copy(),
+                rows[first:].copy(),
+                self._identities[first : self._count],
+            )
             kept[:, :2] -= cut
             held = {identity: start - cut for identity, start in self._held.items() if start >= cut}
             roles, identities = self._roles, names.copy()
@@ -494,12 +530,13 @@ class TrajectoryMemory:
 
         min_match, max_match: fewest tokens that have to agree, and most that are counted
         recent:               positions per context length (1, 3 and 8 tokens), 1..64
-        A few microseconds, whatever the memory holds. `context` may belong to another memory (then positions in
-        its own output are found too).
+        A few microseconds, whatever the memory holds. `context` may belong to another memory (then positions
+        in its own output are found too).
         """
         if not 1 <= min_match <= max_match or not 1 <= recent <= 64:
             raise InvalidRequestError(
-                f"match: needed 1 <= min_match <= max_match and 1 <= recent <= 64, got {min_match}, {max_match}, {recent}"
+                "match: needed 1 <= min_match <= max_match and 1 <= recent <= 64, "
+                f"got {min_match}, {max_match}, {recent}"
             )
         found = np.empty((6 * recent, 5), dtype=np.int32)
         own = context.index
@@ -525,20 +562,25 @@ class TrajectoryMemory:
         return Matches(context, found[:count])
 
     def copy(self, position: int, count: int) -> tuple[Int32, Source]:
-        """Up to count tokens (int32) of the memory from `position`, cut at its segment's end, and their source.
+        """Up to count tokens (int32) of the memory from `position`, cut at its segment's end, and their
+        source.
 
         For a match use Matches.copy, which knows the match's place.
         """
         with self.lock:
             if not 0 <= position < self._index.size:
-                raise InvalidRequestError(f"copy: the memory holds {self._index.size} tokens, asked for {position}")
+                raise InvalidRequestError(
+                    f"copy: the memory holds {self._index.size} tokens, asked for {position}"
+                )
             _, end, source, _ = self._rows[self._segment_at(position)].tolist()
-            return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(source)
+            return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(
+                source
+            )
 
     # ---- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise IntegrityError if an invariant is broken. Some microseconds a token; for tests and doctors."""
+        """Raise IntegrityError if an invariant is broken. Microseconds a token: for tests and doctors."""
         with self.lock:
             tokens = self.tokens
             at = 0
@@ -566,7 +608,9 @@ class TrajectoryMemory:
                 context.index.check([(context.prompt_length, context.index.size)])
                 for start, end, place in context.layout.tolist():
                     if not np.array_equal(context.tokens[start:end], tokens[place : place + end - start]):
-                        raise IntegrityError(f"prompt tokens {start}..{end} are said to be held at {place}, and aren't")
+                        raise IntegrityError(
+                            f"prompt tokens {start}..{end} are said to be held at {place}, and aren't"
+                        )
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -581,7 +625,9 @@ class TrajectoryMemory:
         if held >= 0 and np.array_equal(tokens[held : held + length], ids[start:end]):
             return held
         index = self._index
-        held, run = _index.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
+        held, run = _index.longest_run(
+            ids, start, end, index.tokens, index.size, index.links, index.table, TRIES
+        )
         # Not inside a lead-in: no copy starts there.
         if run < length or held >= self._rows[self._segment_at(held), 1]:
             return -1
@@ -615,7 +661,8 @@ class TrajectoryMemory:
                 layout.append((a, b, at))
                 writer.passed(b, at + b - a)
                 continue
-            # A piece between held runs takes some of the next run along, so that a copy of it finds its way on.
+            # A piece between held runs takes some of the next run along, so that a copy of it finds its way
+            # on.
             stop = min(b + LEAD, end) if not whole else b
             at = writer.store(a, stop, tile.source, tile.role, identity if whole else None)
             layout.append((a, stop, at))
@@ -663,7 +710,8 @@ class TrajectoryMemory:
 
 
 class _Writer:
-    """Writes pieces of one real sequence (a prompt, or a prompt and its output) into a memory, in their order.
+    """Writes pieces of one real sequence (a prompt, or a prompt and its output) into a memory, in their
+    order.
 
     bridge: the place in ids up to which the memory's end is the real past; -1 if it is something else
     """
@@ -684,7 +732,8 @@ class _Writer:
         """Add ids[start:end] as a segment; returns where it lies."""
         ids, index = self.ids, self.memory._index
         if 0 <= self.bridge <= start <= self.bridge + LEAD:
-            # What stands between is held elsewhere (a template's header): repeating it keeps the stretch whole.
+            # What stands between is held elsewhere (a template's header): repeating it keeps the stretch
+            # whole.
             index.lead(ids[self.bridge : start])
         else:
             index.seam(ids[max(0, start - LEAD) : start])
@@ -708,11 +757,10 @@ def _identity(ids: Int32, start: int, end: int) -> int:
 
 
 def _periodic(tokens: Int32, position: int, count: int) -> Int32:
-    """count tokens from `position` on; those past the end repeat what was copied, as the copy itself would."""
+    """count tokens from `position` on; past the end they repeat what was copied, as the copy would."""
     tail = tokens[position:]
-    if len(tail) >= count:
-        return tail[:count].copy()
-    return np.resize(tail, count)
+    repeated: Int32 = np.resize(tail, count)
+    return repeated
 
 
 def _cover(length: int, spans: Sequence[Span] | None) -> list[tuple[Span, bool]]:
