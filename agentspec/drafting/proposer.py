@@ -19,6 +19,7 @@ May import numpy, agentspec.memory, and its neighbours in drafting.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +30,8 @@ from agentspec.errors import InvalidRequestError, ProposerError
 from agentspec.memory import Context
 
 __all__ = ["Draft", "DraftLimits", "MatchProposer", "Proposer", "make_proposer"]
+
+ENTRY_POINTS = "agentspec.proposers"
 
 
 @dataclass(slots=True, frozen=True)
@@ -230,12 +233,25 @@ class _Candidate:
     at: int = 0
 
 
-def make_proposer(name: str | Proposer, **settings: Any) -> Proposer:
-    """A proposer by name, with its settings; a Proposer passes through. Raises InvalidRequestError for others."""
+def make_proposer(name: str | Proposer, tokenizer: Any = None, **settings: Any) -> Proposer:
+    """A proposer by name, with its settings; a Proposer passes through.
+
+    tokenizer: the target's tokenizer, for proposers that look at what a token is (transformers' interface); such
+    a proposer drafts without one too, only less well. Others ignore it.
+    Other names are looked up among the installed entry points of the group `agentspec.proposers`; one is called
+    as factory(tokenizer=..., **settings). Raises InvalidRequestError for names that nobody knows.
+    """
     if not isinstance(name, str):
         if isinstance(name, Proposer):
             return name
         raise InvalidRequestError(f"proposer: needed a name or a Proposer, got {type(name).__name__}")
     if name == "match":
         return MatchProposer(**settings)
-    raise InvalidRequestError(f"proposer: needed 'match', got {name!r}")
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        known = ["match", *sorted(found)]
+        raise InvalidRequestError(f"proposer: needed one of {', '.join(known)}, got {name!r}")
+    made = found[name].load()(tokenizer=tokenizer, **settings)
+    if not isinstance(made, Proposer):
+        raise ProposerError(f"entry point {name!r} of {ENTRY_POINTS} made a {type(made).__name__}, not a Proposer")
+    return made
