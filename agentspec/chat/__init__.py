@@ -4,6 +4,7 @@ May import: memory (for spans and sources), transformers' tokenizers as objects 
 """
 
 from agentspec.chat.detokenizer import Detokenizer
-from agentspec.chat.template import ChatTemplate, History, OutputRecord, RenderedChat
+from agentspec.chat.history import History, OutputRecord
+from agentspec.chat.template import ChatTemplate, RenderedChat
 
 __all__ = ["ChatTemplate", "Detokenizer", "History", "OutputRecord", "RenderedChat"]

@@ -2,64 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = ["Detokenizer"]
 
-# A character takes at most four bytes, so at most four byte-level tokens; some tokenizers also spread one
-# grapheme's normalisation over a few more. Past this many held-back tokens the bytes are simply invalid.
-_LONGEST_INCOMPLETE = 16
+_REPLACEMENT = "\ufffd"
+# An incomplete character is at most three bytes, which decode to one U+FFFD together or to one each.
+_LONGEST_TAIL = 3
+# Held back longer than this many tokens, text is not going to settle: a tokenizer whose decoding rewrites
+# what came before. A character takes at most four bytes, and so at most four tokens.
+_LONGEST_HOLD = 16
 
 
 class Detokenizer:
-    """Streams the text of a growing list of ids: the concatenation of what `push` returns and `flush` equals
-    decoding all ids at once.
+    """Streams the text of a growing list of ids: what `push` returns and `flush` returns, joined, equals
+    decoding all ids at once. (A byte-fallback tokenizer decodes a whole run of byte tokens to U+FFFD if any
+    of it is invalid; there the characters that were complete before the invalid byte stay shown.)
 
-    ends[i] is the length of the text (characters) up to which token i is known to reach: where a character
-    spans several tokens, its last token has it and the ones before share the previous end.
+    keep: special ids whose text is shown (a tool call's markers); the others are left out
+
+    ends[i] is the length of the text (characters) that tokens 0..i make by themselves: where a character
+    spans several tokens, its last token has it and the ones before repeat the previous end, so a text can be
+    cut exactly after a token whose end is larger than the one before it.
 
     A token's text can depend on its neighbours (a leading space that only shows inside, bytes that form one
-    character together), so each push decodes a short window: the last tokens already shown, and those held back.
+    character together), so each push decodes a short window: the last tokens already shown, and those held
+    back.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, keep: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
-        self._ids: list[int] = []
-        self._shown_from = 0  # window start: ids[_shown_from:_shown_to] have been shown
-        self._shown_to = 0
+        special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._keep = frozenset(keep) & special
+        self._settled: list[int] = []  # the window's tokens that are shown completely
+        self._held: list[int] = []  # those after them, shown in part or not at all
+        self._before = ""  # the text of _settled, decoded by itself
+        self._shown = 0  # characters of the window's text that are shown, _before included
         self.length = 0
         self.ends: list[int] = []
+        self._end = 0
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; returns the text that is complete now (may be empty)."""
         pieces = []
         for token in ids:
-            self._ids.append(int(token))
-            piece = self._advance(force=len(self._ids) - self._shown_to >= _LONGEST_INCOMPLETE)
+            token = int(token)
+            if token in self._keep:
+                pieces.append(self._marker(token))
+                continue
+            self._held.append(token)
+            piece = self._advance(final=False)
             self.length += len(piece)
-            self.ends.append(self.length)
+            if not self._held:
+                self._end = self.length
+            self.ends.append(self._end)
             pieces.append(piece)
         return "".join(pieces)
 
     def flush(self) -> str:
         """What was held back (the bytes of an incomplete character become U+FFFD)."""
-        piece = self._advance(force=True)
+        piece = self._advance(final=True)
         self.length += len(piece)
+        self._end = self.length
         if self.ends:
             self.ends[-1] = self.length
         return piece
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _marker(self, token: int) -> str:
+        piece = self.flush()
+        self._settled, self._before, self._shown = [], "", 0
+        text = self._decode([token], skip=False)
+        self.length += len(text)
+        self._end = self.length
+        self.ends.append(self.length)
+        return piece + text
 
-    def _advance(self, force: bool) -> str:
-        if self._shown_to == len(self._ids):
+    def _decode(self, ids: list[int], skip: bool = True) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+    def _advance(self, final: bool) -> str:
+        if not self._held:
             return ""
-        before = self._decode(self._ids[self._shown_from : self._shown_to])
-        after = self._decode(self._ids[self._shown_from :])
-        if not force and after.endswith("\ufffd"):
-            return ""
-        self._shown_from, self._shown_to = self._shown_to, len(self._ids)
-        return after[len(before) :]
+        text = self._decode(self._settled + self._held)
+        final = final or len(self._held) > _LONGEST_HOLD
+        if not final and not text.startswith(self._before):
+            return ""  # undecided: the window's text does not extend what is shown
+        settled = len(text)
+        if not final:
+            tail = len(text) - len(text.rstrip(_REPLACEMENT))
+            settled -= min(tail, _LONGEST_TAIL)
+        piece = text[self._shown : settled]
+        if settled == len(text):
+            self._settled, self._held = self._held, []
+            self._before = self._decode(self._settled)
+            self._shown = len(self._before)
+        else:
+            self._shown = max(self._shown, settled)
+        return piece

@@ -1,97 +1,38 @@
 """ChatTemplate: a model's own chat template, with exact history.
 
-Rendering a chat again tokenises earlier outputs again, and the ids can differ from those that were generated
-("Hel" + "lo" comes back as "Hello"); then neither the KV cache nor the memory matches. So the ids of each output
-are kept (History), and wherever a rendered assistant message says what those ids say, the ids go in instead.
-The prompt's text is always the template's: ids are spliced in only where they decode to the rendered span.
+The prompt's text is always the template's. Where a rendered assistant message says what an earlier output
+said, the output's own ids are spliced in (history.py says why); the rest is tokenised, each stretch between
+two outputs in one piece, so that the same text before an output gives the same ids in every later call.
 
-To know which part of the rendered text is which message, the chat is rendered a second time with each message's
-content replaced by a marker: what stands between the markers is the template's own text, and the real rendering
-is cut along it. Where a template does not allow that, nothing is spliced and the prompt is one span.
+To know which part of the rendered text is which message, the chat is rendered a second time with each
+message's content replaced by a marker: what stands between the markers is the template's own text, and the
+real rendering is cut along it. A template that treats the marked chat otherwise is asked for each beginning
+of the chat instead. Where neither gives a certain cut, nothing is spliced and the prompt is one span.
 Used by the engines. May import memory; the tokenizer is passed in.
 """
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_left, bisect_right
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentspec.chat.detokenizer import Detokenizer
+import numpy as np
+
+from agentspec.chat.history import History, OutputRecord, align
 from agentspec.errors import ChatTemplateError, InvalidRequestError
 from agentspec.memory import Source, Span
 
-__all__ = ["ChatTemplate", "History", "OutputRecord", "RenderedChat"]
+__all__ = ["ChatTemplate", "RenderedChat"]
 
 Message = Mapping[str, Any]
 
 _TOOL_ROLES = frozenset({"tool", "function", "ipython", "environment"})
-
-
-@dataclass(slots=True, frozen=True)
-class OutputRecord:
-    """One output as it was generated.
-
-    ids:  the ids, an ending EOS excluded
-    text: their text
-    ends: per id, the length of the text up to it (see Detokenizer.ends)
-    eos:  the id that ended it, if one did
-    """
-
-    ids: tuple[int, ...]
-    text: str
-    ends: tuple[int, ...]
-    eos: int | None = None
-
-    @classmethod
-    def of(cls, tokenizer: Any, ids: Sequence[int], eos_ids: frozenset[int]) -> OutputRecord:
-        """The record of generated ids, which may end with an EOS."""
-        eos = int(ids[-1]) if ids and int(ids[-1]) in eos_ids else None
-        body = tuple(int(i) for i in (ids[:-1] if eos is not None else ids))
-        stream = Detokenizer(tokenizer)
-        text = stream.push(body)
-        text += stream.flush()
-        return cls(body, text, tuple(stream.ends), eos)
-
-
-class History:
-    """A trajectory's outputs, found again by what the history says: by text, or by the message they became."""
-
-    def __init__(self) -> None:
-        self._by_text: dict[str, OutputRecord] = {}
-        self._by_message: dict[str, OutputRecord] = {}
-
-    def add(self, record: OutputRecord, message: Message | None = None) -> None:
-        self._by_text[record.text.strip()] = record
-        if message is not None:
-            self._by_message[_fingerprint(message)] = record
-
-    def find(self, message: Message, rendered: str) -> OutputRecord | None:
-        """The record whose text the rendered span is, else the one that this message was made of."""
-        return self._by_text.get(rendered.strip()) or self._by_message.get(_fingerprint(message))
-
-    def __len__(self) -> int:
-        return len(self._by_text)
-
-
-def _fingerprint(message: Message) -> str:
-    content = message.get("content")
-    calls = [
-        [call.get("function", call).get("name"), _arguments(call.get("function", call).get("arguments"))]
-        for call in message.get("tool_calls") or ()
-    ]
-    return json.dumps([content.strip() if isinstance(content, str) else content or "", calls], sort_keys=True, default=str)
-
-
-def _arguments(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_SEAM = 4  # tokens on each side of a splice that its decoding is checked with
+_CACHED_CHARACTERS = 4_000_000  # of tokenised stretches that are kept for the next call
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,17 +47,25 @@ class RenderedChat:
 
 @dataclass(slots=True)
 class _Part:
-    """A stretch of the rendered text: a message's content, or (message None) the template's own text."""
+    """A stretch of the rendered text: a message's content, or (message None) the template's own text.
+
+    pieces: for an output found again: its text as runs of its own ids, and text between them
+    """
 
     text: str
     message: Message | None
+    record: OutputRecord | None = None
+    pieces: list[str | tuple[int, ...]] | None = None
 
 
 class ChatTemplate:
-    """Renders messages by the tokenizer's own chat template. tokenizer: a transformers tokenizer."""
+    """Renders messages by the tokenizer's own chat template. tokenizer: a transformers tokenizer.
+    Thread-safe.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._cache = _EncodingCache(tokenizer)
 
     def render(
         self,
@@ -128,18 +77,18 @@ class ChatTemplate:
     ) -> RenderedChat:
         """The prompt for the next assistant message.
 
-        Raises InvalidRequestError for messages that are none, ChatTemplateError where the model has no template or
-        the template refuses them.
+        Raises InvalidRequestError for messages that are none, ChatTemplateError where the model has no
+        template or the template refuses them.
         """
         chat = _checked(messages)
         options = {"tools": list(tools) if tools else None, **(template_options or {})}
         text = self._apply(chat, options)
         parts = self._parts(chat, text, options)
-        return self._tokenise(text, parts, history or History())
+        return self._tokenise(text, parts, history)
 
     # ---- rendering ----------------------------------------------------------------------------
 
-    def _apply(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    def _apply(self, chat: Sequence[Message], options: Mapping[str, Any], prompt: bool = True) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ChatTemplateError(
                 "this model has no chat template: use engine.generate with token ids or text, or set "
@@ -147,165 +96,235 @@ class ChatTemplate:
             )
         try:
             return str(
-                self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+                self.tokenizer.apply_chat_template(
+                    list(chat), tokenize=False, add_generation_prompt=prompt, **options
+                )
             )
         except Exception as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     def _parts(self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]) -> list[_Part]:
-        """The text cut into template text and contents; one template part where the cut isn't certain."""
-        whole = [_Part(text, None)]
+        """The text cut into template text and contents; one template part where no cut is certain."""
+        return (
+            self._parts_by_marker(chat, text, options)
+            or self._parts_by_beginning(chat, text, options)
+            or [_Part(text, None)]
+        )
+
+    def _parts_by_marker(
+        self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]
+    ) -> list[_Part] | None:
+        """Cut along a rendering whose contents are markers. Costs one rendering."""
+        # Private-use characters, which no template touches, and a number that the text does not hold.
+        nonce = 0
+        while f"\ue000{nonce}." in text:
+            nonce += 1
+        markers = [f"\ue000{nonce}.{number}\ue001" for number in range(len(chat))]
         marked: list[dict[str, Any]] = []
-        for number, message in enumerate(chat):
-            # Private-use characters: no template touches them, no content is likely to hold this very marker.
-            marked.append({**message, "content": _marker(number)})
-            marked[-1].pop("tool_calls", None)
-            for reasoning in ("reasoning_content", "reasoning", "thinking"):
-                marked[-1].pop(reasoning, None)
+        for message, marker in zip(chat, markers, strict=True):
+            bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+            bare.pop("tool_calls", None)
+            marked.append({**bare, "content": marker})
         try:
             skeleton = self._apply(marked, options)
         except ChatTemplateError:
-            return whole
+            return None
         literals: list[str] = []
-        at = 0
         order: list[int] = []
-        for number in range(len(chat)):
-            place = skeleton.find(_marker(number), at)
+        at = 0
+        for number, marker in enumerate(markers):
+            place = skeleton.find(marker, at)
             if place < 0:
                 continue  # the template leaves this message out
             literals.append(skeleton[at:place])
             order.append(number)
-            at = place + len(_marker(number))
+            at = place + len(marker)
         literals.append(skeleton[at:])
+        if any(marker in literal for marker in markers for literal in literals):
+            return None  # a content that is written twice, or out of order
+        return _cut(text, literals, [chat[number] for number in order])
+
+    def _parts_by_beginning(
+        self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]
+    ) -> list[_Part] | None:
+        """Cut where the template ends the prompt that each assistant message answered. Two renderings a
+        message.
+
+        Right for templates that render a beginning of the chat as a beginning of the text.
+        """
         parts: list[_Part] = []
         at = 0
-        for literal, number in zip(literals, order, strict=False):
-            if not text.startswith(literal, at):
-                return whole
-            parts.append(_Part(literal, None))
-            at += len(literal)
-            following = literals[len(parts) // 2 + 1]
-            content = chat[number].get("content")
-            if isinstance(content, str) and text.startswith(content + following, at):
-                end = at + len(content)
-            elif number == order[-1]:
-                end = len(text) - len(following)
-            else:
-                end = text.find(following, at) if following else -1
-            if end < at or not text.startswith(following, end):
-                return whole
-            parts.append(_Part(text[at:end], chat[number]))
-            at = end
-        if text[at:] != literals[-1]:
-            return whole
-        parts.append(_Part(literals[-1], None))
-        return parts
+        for number, message in enumerate(chat):
+            if message["role"] != "assistant" or number == 0:
+                continue
+            try:
+                before = self._apply(chat[:number], options)
+                through = self._apply(chat[: number + 1], options, prompt=False)
+            except ChatTemplateError:
+                return None
+            if not (text.startswith(through) and through.startswith(before) and len(before) >= at):
+                return None
+            content = through[len(before) :]
+            closing = next((t for t in self._eos_texts() if content.rstrip().endswith(t)), "")
+            if closing:
+                content = content[: content.rindex(closing)]
+            parts += [_Part(text[at : len(before)], None), _Part(content, message)]
+            at = len(before) + len(content)
+        if not parts:
+            return None
+        return [*parts, _Part(text[at:], None)]
+
+    def _eos_texts(self) -> list[str]:
+        return sorted(
+            (str(t) for t in getattr(self.tokenizer, "all_special_tokens", ())), key=len, reverse=True
+        )
 
     # ---- tokens -------------------------------------------------------------------------------
 
-    def _tokenise(self, text: str, parts: list[_Part], history: History) -> RenderedChat:
-        """Known outputs by their own ids; what lies between them by the tokenizer, in one piece each, so that
-        the same text before an output gives the same ids in every later call."""
+    def _tokenise(self, text: str, parts: list[_Part], history: History | None) -> RenderedChat:
+        taken: set[int] = set()
+        at = 0
+        for part in parts:
+            if history and part.text and part.message is not None and part.message["role"] == "assistant":
+                record = history.find(part.message, part.text, text[:at], taken)
+                if record is not None:
+                    pieces = align(record, part.text)
+                    if any(isinstance(piece, tuple) for piece in pieces):
+                        part.record, part.pieces = record, pieces
+            at += len(part.text)
+        while True:
+            rendered, faulty = self._laid_out(text, parts)
+            if faulty is None:
+                return rendered
+            # A tokenizer that writes a stretch otherwise when it stands alone (a space in front of it): this
+            # output is tokenised with what is around it.
+            parts[faulty].record = parts[faulty].pieces = None
+
+    def _laid_out(self, text: str, parts: list[_Part]) -> tuple[RenderedChat, int | None]:
+        """The prompt, and the number of an output whose ids don't decode to the rendered text where they
+        stand.
+        """
         ids: list[int] = []
         spans: list[Span] = []
         spliced = 0
+        seams: list[tuple[int, int, int]] = []  # part, its ids' start and end
         pending: list[_Part] = []
 
         def flush() -> None:
-            base = len(ids)
             piece = "".join(part.text for part in pending)
-            if not piece:
-                pending.clear()
-                return
-            new, offsets = self._encode(piece)
-            ids.extend(new)
-            starts = [start for start, _ in offsets] if offsets else None
-            at = 0
+            new, starts = self._cache.encode(piece)
+            base, at = len(ids), 0
+            ids.extend(new.tolist())
             for part in pending:
                 end = at + len(part.text)
                 if part.message is not None and part.text and starts is not None:
-                    first, last = bisect_left(starts, at), bisect_left(starts, end)
+                    first, last = np.searchsorted(starts, (at, end)).tolist()
                     if last > first:
                         role = str(part.message["role"])
                         spans.append(Span(base + first, base + last, _source(role), role))
                 at = end
             pending.clear()
 
-        for index, part in enumerate(parts):
-            record = None
-            if part.message is not None and part.message["role"] == "assistant" and part.text:
-                record = history.find(part.message, part.text)
-            if record is None:
-                pending.append(part)
-                continue
-            head, middle, tail = _align(record, part.text)
-            if not head and not tail:
+        for number, part in enumerate(parts):
+            if part.pieces is None or part.record is None:
                 pending.append(part)
                 continue
             flush()
             start = len(ids)
-            ids.extend(head)
-            if middle:
-                ids.extend(self._encode(middle)[0])
-            ids.extend(tail)
-            spliced += len(head) + len(tail)
+            for piece in part.pieces:
+                if isinstance(piece, tuple):
+                    ids.extend(piece)
+                    spliced += len(piece)
+                else:
+                    ids.extend(self._cache.encode(piece)[0].tolist())
+            seams.append((number, start, len(ids)))
             end = len(ids)
-            following = parts[index + 1].text if index + 1 < len(parts) else ""
-            if record.eos is not None and following.startswith(self._text_of(record.eos)):
+            following = parts[number + 1].text if number + 1 < len(parts) else ""
+            if part.record.eos is not None and following.startswith(self._text_of(part.record.eos)):
                 # The template closes the message as the model did: EOS belongs to the output.
                 end += 1
             spans.append(Span(start, end, Source.OUTPUT, "assistant"))
         flush()
+        for number, start, end in seams:
+            low, high = max(0, start - _SEAM), min(len(ids), end + _SEAM)
+            before, after = self._decode(ids[low:start]), self._decode(ids[end:high])
+            if self._decode(ids[low:high]) != before + parts[number].text + after:
+                return RenderedChat((), text, (), 0), number
         spans = [span for span in spans if span.end <= len(ids)]
-        return RenderedChat(tuple(ids), text, tuple(spans), spliced)
+        return RenderedChat(tuple(ids), text, tuple(spans), spliced), None
 
-    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]] | None]:
-        fast = bool(getattr(self.tokenizer, "is_fast", False))
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
-        return list(encoded["input_ids"]), [tuple(o) for o in encoded["offset_mapping"]] if fast else None
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def _text_of(self, token: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token))
 
 
-def _align(record: OutputRecord, rendered: str) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """(ids of a common beginning, text between, ids of a common end) of a record and its rendered span.
-
-    Cut only where a token begins or ends with a whole character. All ids and no text between where the span is
-    the output; its last ids where the template dropped the thoughts before them; a beginning where it wrote a
-    tool call anew from some point on.
+class _EncodingCache:
+    """Tokenised stretches, the recently used ones kept: a chat's earlier stretches come again in every
+    call.
     """
-    text, ends = record.text, record.ends
-    if text == rendered:
-        return record.ids, "", ()
-    same = 0
-    for a, b in zip(text, rendered, strict=False):
-        if a != b:
-            break
-        same += 1
-    first = bisect_right(ends, same)
-    # A token that shows no text of its own may be the first bytes of a character that is cut off here.
-    while 0 < first < len(ends) and ends[first - 1] == (ends[first - 2] if first > 1 else 0):
-        first -= 1
-    taken = ends[first - 1] if first else 0
-    back = 0
-    room = min(len(text), len(rendered)) - taken
-    while back < room and text[len(text) - 1 - back] == rendered[len(rendered) - 1 - back]:
-        back += 1
-    last = bisect_left(ends, len(text) - back) + 1 if back else len(ends)
-    # a tail starts after a token whose end lies inside the common end
-    last = min(last, len(ends))
-    if back and first == 0 and back == len(text):
-        last = 0
-    last = max(last, first)
-    tail_from = ends[last - 1] if last else 0
-    tail = record.ids[last:]
-    middle = rendered[taken : len(rendered) - (len(text) - tail_from)]
-    return record.ids[:first], middle, tail
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._fast = bool(getattr(tokenizer, "is_fast", False))
+        self._known: OrderedDict[str, tuple[np.ndarray, np.ndarray | None]] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """ids (int32[n]) and where in the text each begins (int32[n]; None: this tokenizer doesn't say)."""
+        if not text:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        with self._lock:
+            known = self._known.get(text)
+            if known is not None:
+                self._known.move_to_end(text)
+                return known
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=self._fast)
+        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+        starts = None
+        if self._fast:
+            starts = np.asarray(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2)[:, 0]
+        with self._lock:
+            if text not in self._known:
+                self._known[text] = ids, starts
+                self._characters += len(text)
+            while self._characters > _CACHED_CHARACTERS and len(self._known) > 1:
+                self._characters -= len(self._known.popitem(last=False)[0])
+        return ids, starts
 
 
-def _marker(number: int) -> str:
-    return f"\ue000{number}\ue001"
+def _cut(text: str, literals: list[str], messages: list[dict[str, Any]]) -> list[_Part] | None:
+    """The text as literals[0], a content, literals[1], ..., literals[-1]; None where it isn't that.
+
+    A content is looked for as it is; one that the template wrote otherwise (with a tool call or thoughts)
+    ends where what follows it begins.
+    """
+    if not text.startswith(literals[0]):
+        return None
+    parts = [_Part(literals[0], None)]
+    at = len(literals[0])
+    for number, message in enumerate(messages):
+        following = literals[number + 1]
+        if number == len(messages) - 1:
+            end = len(text) - len(following)
+        else:
+            end = next(
+                (
+                    at + len(c)
+                    for c in (message["content"], message["content"].strip())
+                    if text.startswith(c + following, at)
+                ),
+                text.find(following, at) if following else -1,
+            )
+        if end < at or not text.startswith(following, end):
+            return None
+        parts += [_Part(text[at:end], message), _Part(following, None)]
+        at = end + len(following)
+    return parts if at == len(text) else None
 
 
 def _source(role: str) -> Source:
@@ -324,13 +343,38 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     chat = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{number}]: needed a mapping with a 'role', got {message!r:.200}")
+            raise InvalidRequestError(
+                f"messages[{number}]: needed a mapping with a 'role', got {message!r:.200}"
+            )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise InvalidRequestError(f"messages[{number}] ({message['role']}): needed 'content' or 'tool_calls'")
-        if content is not None and not isinstance(content, (str, list)):
             raise InvalidRequestError(
-                f"messages[{number}]: needed content as text or a list of parts, got {type(content).__name__}"
+                f"messages[{number}] ({message['role']}): needed 'content' or 'tool_calls'"
             )
-        chat.append({**message, "content": "" if content is None else content})
+        chat.append({**message, "content": _text(content, number)})
     return chat
+
+
+def _text(content: Any, number: int) -> str:
+    """A message's content as text; a list of text parts is their text, one after the other."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
+        raise InvalidRequestError(
+            f"messages[{number}]: needed content as text or a list of parts, got {type(content).__name__}"
+        )
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequestError(
+                f"messages[{number}]: needed text parts ({{'type': 'text', 'text': ...}}), got one of type "
+                f"{kind!r}; this engine reads text only"
+            )
+    return "".join(texts)

@@ -1,0 +1,110 @@
+"""Streamed text: what comes out in pieces is what all ids decode to, cut at whole characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentspec.chat import Detokenizer
+from tests.chat.tokenizers import byte_fallback, byte_level
+
+pytestmark = pytest.mark.fast
+
+
+def whole(tokenizer, ids, skip=True):
+    return tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def streamed(tokenizer, ids, steps, **options):
+    stream = Detokenizer(tokenizer, **options)
+    pieces, at = [], 0
+    for step in steps:
+        pieces.append(stream.push(ids[at : at + step]))
+        at += step
+    pieces += [stream.push(ids[at:]), stream.flush()]
+    return stream, pieces
+
+
+ids_of_any_kind = st.lists(st.integers(0, byte_level().vocab_size + 6), max_size=60)
+steps = st.lists(st.integers(1, 7), max_size=30)
+
+
+@given(ids_of_any_kind, steps)
+@settings(max_examples=300, deadline=None)
+def test_pieces_joined_are_the_whole_for_any_ids(ids, steps):
+    """Random ids: most byte sequences are invalid, some hold special tokens, which are left out."""
+    stream, pieces = streamed(byte_level(), ids, steps)
+    assert "".join(pieces) == whole(byte_level(), ids)
+    assert stream.length == len("".join(pieces)) and len(stream.ends) == len(ids)
+
+
+@given(ids_of_any_kind, steps)
+@settings(max_examples=300, deadline=None)
+def test_kept_special_tokens_are_shown_where_they_stand(ids, steps):
+    tokenizer = byte_level()
+    stream, pieces = streamed(tokenizer, ids, steps, keep=tokenizer.all_special_ids)
+    assert "".join(pieces) == whole(tokenizer, ids, skip=False)
+    assert stream.length == len("".join(pieces)) and len(stream.ends) == len(ids)
+
+
+@given(st.text(max_size=40), steps)
+@settings(max_examples=200, deadline=None)
+def test_valid_text_comes_whole_out_of_a_byte_fallback_tokenizer(text, steps):
+    tokenizer = byte_fallback()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    _, pieces = streamed(tokenizer, ids, steps)
+    assert "".join(pieces) == whole(tokenizer, ids)
+
+
+@given(ids_of_any_kind)
+@settings(max_examples=300, deadline=None)
+def test_ends_are_where_the_text_can_be_cut(ids):
+    """Up to a token whose end grew, the ids make exactly the text up to there, and those after it the
+    rest.
+    """
+    tokenizer = byte_level()
+    stream, pieces = streamed(tokenizer, ids, [], keep=tokenizer.all_special_ids)
+    text, before = "".join(pieces), 0
+    for count, end in enumerate(stream.ends, 1):
+        assert end >= before
+        if end > before:
+            assert whole(tokenizer, ids[:count], skip=False) == text[:end]
+            assert whole(tokenizer, ids[count:], skip=False) == text[end:]
+        before = end
+
+
+@pytest.mark.parametrize("character", ["é", "你", "😀", "👩‍👩‍👧"])
+def test_a_character_over_several_tokens_comes_when_it_is_complete(character):
+    tokenizer = byte_level()
+    by_byte = [
+        tokenizer.convert_tokens_to_ids(t)
+        for t in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(character)[0][0]
+    ]
+    assert whole(tokenizer, by_byte) == character[: len(whole(tokenizer, by_byte))]
+    stream = Detokenizer(tokenizer)
+    shown = ""
+    for token in by_byte:
+        shown += stream.push([token])
+        assert "\ufffd" not in shown
+    assert shown + stream.flush() == whole(tokenizer, by_byte)
+
+
+def test_an_incomplete_character_is_flushed_once_as_the_replacement_character():
+    tokenizer = byte_level()
+    first_bytes = tokenizer("你", add_special_tokens=False)["input_ids"]
+    first_bytes = [tokenizer.convert_tokens_to_ids(t) for t in "ä½"]  # the first two of its three bytes
+    stream = Detokenizer(tokenizer)
+    assert stream.push(first_bytes) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+    assert stream.ends == [0, 1]
+
+
+def test_text_that_follows_an_endless_run_of_invalid_bytes_is_right():
+    """Twenty first bytes of a character, then the rest of one: nothing is passed over or shown too early."""
+    tokenizer = byte_level()
+    bytes_ = [tokenizer.convert_tokens_to_ids("ä")] * 20 + [tokenizer.convert_tokens_to_ids(t) for t in "½ł"]
+    _, pieces = streamed(tokenizer, bytes_, [1] * 22)
+    assert "".join(pieces) == whole(tokenizer, bytes_)
+    assert len(pieces[10]) == 1, "invalid bytes come as they are known to be invalid"
