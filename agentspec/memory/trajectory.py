@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
 from agentspec.memory import index as _index
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
+from agentspec.memory.saved import SavedMemory
 
 __all__ = ["Context", "Matches", "Place", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
 
@@ -110,10 +111,14 @@ class Matches:
     Valid until the memory changes; copy what has to live longer.
     """
 
-    __slots__ = ("_context", "_rows")
+    __slots__ = ("_context", "_memory", "_rows", "_shared")
 
-    def __init__(self, context: Context, rows: Int32) -> None:
+    def __init__(
+        self, context: Context, memory: TrajectoryMemory, shared: TrajectoryMemory | None, rows: Int32
+    ) -> None:
         self._context = context
+        self._memory = memory
+        self._shared = shared
         self._rows = rows
 
     def __len__(self) -> int:
@@ -144,10 +149,8 @@ class Matches:
         place, position, _, source, end = self._rows[row].tolist()
         if place == Place.OUTPUT:
             return _periodic(self._context.tokens, position, count), Source.CURRENT
-        memory = self._context.memory
-        if place == Place.SHARED:
-            assert memory.shared is not None
-            memory = memory.shared
+        memory = self._memory if place == Place.MEMORY else self._shared
+        assert memory is not None
         return memory.tokens[position : min(position + count, end)].copy(), Source(source)
 
 
@@ -265,9 +268,11 @@ class TrajectoryMemory:
         self.shared = shared
         self.max_tokens = max_tokens
         self.attachments: dict[str, Any] = {}
+        self.learned: dict[str, dict[str, NDArray[Any]]] = {}
         self.lock = threading.RLock()
         self.epoch = 0
         self.on_growth: Callable[[TrajectoryMemory], None] | None = None
+        self._open: list[Context] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -277,8 +282,6 @@ class TrajectoryMemory:
         self._count = 0
         self._roles: list[str] = []
         self._held: dict[int, int] = {}  # identity of a message -> where it lies
-        if not hasattr(self, "_open"):
-            self._open: list[Context] = []
 
     # ---- what is held -------------------------------------------------------------------------
 
@@ -332,6 +335,7 @@ class TrajectoryMemory:
                 + _HELD_ENTRY_BYTES * len(self._held)
                 + sum(context.nbytes for context in self._open)
                 + sum(int(getattr(attachment, "nbytes", 0)) for attachment in self.attachments.values())
+                + sum(array.nbytes for arrays in self.learned.values() for array in arrays.values())
             )
 
     def source_at(self, position: int) -> Source:
@@ -522,6 +526,33 @@ class TrajectoryMemory:
             self.forget_oldest(0)
             self._held = {}
             self.attachments.clear()
+            self.learned.clear()
+
+    def snapshot(self) -> SavedMemory:
+        """What is held, as a file keeps it (copies; not the open calls)."""
+        with self.lock:
+            learned = {name: dict(arrays) for name, arrays in self.learned.items()}
+            for name, attachment in self.attachments.items():
+                if hasattr(attachment, "to_arrays"):
+                    learned[name] = {key: np.array(array) for key, array in attachment.to_arrays().items()}
+            rows = self._rows[: self._count].copy()
+            return SavedMemory(self.namespace, self.id, self.tokens.copy(), rows, list(self._roles), learned)
+
+    def restore(self, part: SavedMemory) -> None:
+        """Hold what a file keeps, instead of what is held. Only the newest max_tokens fit."""
+        with self.lock:
+            self._clear()
+            self.epoch += 1
+            for context in self._open:
+                context.tail, context.layout = -1, context.layout[:0]
+            self._roles = list(part.roles)
+            rows = np.ascontiguousarray(part.rows, dtype=np.int32)
+            identities = np.empty(len(rows), dtype=np.int64)
+            _index.identities(part.tokens, rows[:, :2].astype(np.int64), identities)
+            self._restore(part.tokens, rows, identities)
+            self._held = dict(zip(identities.tolist(), rows[:, 0].tolist(), strict=True))
+            self.learned = {name: dict(arrays) for name, arrays in part.learned.items()}
+            self.forget_oldest(self.max_tokens)
 
     # ---- matching -----------------------------------------------------------------------------
 
@@ -559,7 +590,7 @@ class TrajectoryMemory:
                         theirs.tokens, theirs.links, theirs.table, shared._rows, shared._count,
                         min_match, max_match, recent, found,
                     )  # fmt: skip
-        return Matches(context, found[:count])
+        return Matches(context, self, shared, found[:count])
 
     def copy(self, position: int, count: int) -> tuple[Int32, Source]:
         """Up to count tokens (int32) of the memory from `position`, cut at its segment's end, and their
