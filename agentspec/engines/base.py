@@ -1,11 +1,13 @@
-"""The Engine protocol, GenerationRequest, Generation (the stream), TokenChunk and CallStats.
+"""The Engine protocol, Generation (the stream), TokenChunk and CallStats.
 
 Every engine and every consumer (loop, replay, telemetry, LangChain, the server) meets here. Imports no torch.
+What a call may ask for is in request.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import threading
 import time
@@ -14,55 +16,49 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from agentspec.errors import AgentSpecError, InvalidRequestError, RequestAbortedError
-from agentspec.loop import Trajectory
-from agentspec.memory import Span
+from agentspec.engines.request import GenerationRequest
+from agentspec.errors import AgentSpecError, RequestAbortedError
 
-__all__ = ["CallStats", "Engine", "Generation", "GenerationRequest", "GenerationResult", "TokenChunk"]
+__all__ = [
+    "CallStats",
+    "Engine",
+    "Generation",
+    "GenerationRequest",
+    "GenerationResult",
+    "TokenChunk",
+    "TokenLogprob",
+]
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class GenerationRequest:
-    """One call.
+@dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    """log P(token) by the model itself (natural logarithm, before penalties and temperature), and the likeliest ids."""
 
-    input_ids:    the prompt, token ids
-    max_tokens:   most tokens to emit; None: as many as the context allows
-    trajectory:   whose memory to use; None: the current one (agentspec.trajectory), else a new one for this call
-    spans:        the prompt's messages (see memory.Span); None: found from the chat template's special tokens
-    draft:        False: plain decoding, one token a step
-    temperature:  0: greedy
-    """
-
-    input_ids: Sequence[int]
-    max_tokens: int | None = None
-    trajectory: Trajectory | None = None
-    spans: Sequence[Span] | None = None
-    draft: bool = True
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and (
-            isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1
-        ):
-            raise InvalidRequestError(f"max_tokens: needed a whole number >= 1 or None, got {self.max_tokens!r}")
-        if not self.temperature >= 0:
-            raise InvalidRequestError(f"temperature: needed a number >= 0, got {self.temperature!r}")
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
 class TokenChunk:
     """What one step emitted.
 
-    token_ids: the emitted ids, an ending EOS included
-    text:      what they add to the text; may be empty while a character is incomplete
+    token_ids: the emitted ids, an ending EOS or stop token included
+    text:      what they add to the text; may be empty while a character is incomplete or a stop string may have begun
     time_ns:   time.perf_counter_ns() when the engine had them, before any consumer
-    finish_reason: "stop" or "length" on the last chunk
+    finish_reason: "stop" or "length" on a choice's last chunk
+    logprobs:  one TokenLogprob per id where the request asked for them, else empty
+    index:     which of the request's n choices this belongs to
+    stop_reason: on the last chunk, the stop string or ids that ended it; None for EOS and length
     """
 
     token_ids: tuple[int, ...]
     text: str
     time_ns: int
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    index: int = 0
+    stop_reason: str | tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +77,9 @@ class CallStats:
     accepted_by_source             accepted tokens by the memory's source
     not_drafted                    steps without a draft, by reason
     near_ties                      positions decided again at n = 1 because their two best were closer than the noise
+    near_tie_flips                 those of them in which the second decision differed
+    seed                           what the sample was drawn with, given or made up; None: greedy
+    choices                        n; counts below are sums over them
     arrivals                       (ms since the request, tokens) of each step
     """
 
@@ -90,6 +89,8 @@ class CallStats:
     call_index: int = 0
     finish_reason: str = ""
     temperature: float = 0.0
+    seed: int | None = None
+    choices: int = 1
     prompt_tokens: int = 0
     reused_tokens: int = 0
     first_divergence: int | None = None
@@ -103,6 +104,7 @@ class CallStats:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     not_drafted: dict[str, int] = field(default_factory=dict)
     near_ties: int = 0
+    near_tie_flips: int = 0
     mean_cost: float = 1.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     queue_ms: float = 0.0
@@ -192,12 +194,15 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(slots=True, frozen=True)
 class GenerationResult:
-    """A finished (or broken-off) call."""
+    """A finished (or broken-off) call, or one of its n choices. `stats` is the whole call's."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     stats: CallStats
+    logprobs: tuple[TokenLogprob, ...] = ()
+    index: int = 0
+    stop_reason: str | tuple[int, ...] | None = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -208,19 +213,27 @@ class GenerationResult:
 class Channel:
     """Where an engine puts a call's chunks, from whichever thread it runs in. Engines write, Generation reads.
 
-    It holds no reference to its Generation, so a consumer that is dropped is noticed (Generation.__del__).
+    It holds no reference to its Generation, so a consumer that is dropped is noticed (Generation.__del__, which
+    may run anywhere and so only sets `aborted`). Nothing blocks the writer: an unread call holds its chunks.
     """
 
     def __init__(self) -> None:
         self._events: deque[TokenChunk | CallStats | BaseException] = deque()
+        self._wakers: list[Callable[[], None]] = []
+        self._sealed = False
+        self.aborted = threading.Event()
+        self.claimed = False  # an engine has begun (or dropped) the call
+        self.delivered: dict[int, int] = {}  # tokens that the consumer has taken, by choice
+        self._make_locks()
+
+    def _make_locks(self) -> None:
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
-        self._wakers: list[Callable[[], None]] = []
-        self.aborted = threading.Event()
-        self.delivered = 0  # tokens that the consumer has taken
 
     def put(self, event: TokenChunk | CallStats | BaseException) -> None:
         with self._lock:
+            if self._sealed and isinstance(event, TokenChunk):
+                return
             self._events.append(event)
             wakers, self._wakers = self._wakers, []
             self._ready.notify_all()
@@ -242,18 +255,45 @@ class Channel:
             self._wakers.append(wake)
             return None
 
+    def claim(self) -> bool:
+        """The engine begins the call; False: it was aborted before, drop it."""
+        with self._lock:
+            if self.aborted.is_set():
+                return False
+            self.claimed = True
+            return True
+
+    def disowned(self) -> bool:
+        """The consumer has aborted before any engine began; none will."""
+        with self._lock:
+            return self.aborted.is_set() and not self.claimed
+
+    def seal(self) -> dict[int, int]:
+        """Drop what was not taken and take no more chunks; returns the delivered tokens by choice."""
+        with self._lock:
+            self._sealed = True
+            self._events = deque(e for e in self._events if not isinstance(e, TokenChunk))
+            return dict(self.delivered)
+
+    def orphan(self, error: BaseException) -> None:
+        """In a forked child: whoever wrote here is gone. Locks may be held by threads that are gone too."""
+        self._make_locks()
+        self._wakers = []
+        self._events.append(error)
+
     def _taken(self) -> Any:
         event = self._events.popleft()
         if isinstance(event, TokenChunk):
-            self.delivered += len(event.token_ids)
+            self.delivered[event.index] = self.delivered.get(event.index, 0) + len(event.token_ids)
         return event
 
 
 class Generation:
     """A call under way: iterate over its TokenChunks (`for` or `async for`), then read `stats`.
 
-    `result()` and `await aresult()` run it to its end. `abort()`, `close()`, leaving a `with` block, or dropping the
-    object ends it within a step. One consumer at a time.
+    `result()` and `await aresult()` run it to its end (`results()`, `aresults()` where n > 1: one a choice).
+    `abort()`, `close()`, leaving a `with` block, cancelling a task that waits for it, or dropping the object ends it
+    within a step. One consumer at a time.
     """
 
     def __init__(self, request: GenerationRequest, channel: Channel) -> None:
@@ -286,35 +326,49 @@ class Generation:
             ready = asyncio.Event()
 
             def wake(ready: asyncio.Event = ready) -> None:
-                try:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
                     loop.call_soon_threadsafe(ready.set)
-                except RuntimeError:  # the loop is closed: nobody is waiting any more
-                    pass
 
             event = self._channel.take_or_wake(wake)
             if event is not None:
                 return self._settle(event, StopAsyncIteration)
-            await ready.wait()
+            try:
+                await ready.wait()
+            except asyncio.CancelledError:
+                self.abort()  # as with any async generator: a cancelled wait ends the stream
+                raise
 
     def result(self) -> GenerationResult:
-        """Wait for the end. Raises what the engine raised."""
+        """Wait for the end; the first choice. Raises what the engine raised."""
         for _ in self:
             pass
         return self._partial()
 
     async def aresult(self) -> GenerationResult:
         """As `result`. Cancelling it aborts the call."""
-        try:
-            async for _ in self:
-                pass
-        except asyncio.CancelledError:
-            self.abort()
-            raise
+        async for _ in self:
+            pass
         return self._partial()
 
+    def results(self) -> list[GenerationResult]:
+        """Wait for the end; all n choices."""
+        for _ in self:
+            pass
+        return [self._partial(index) for index in range(self.request.n)]
+
+    async def aresults(self) -> list[GenerationResult]:
+        """As `results`. Cancelling it aborts the call."""
+        async for _ in self:
+            pass
+        return [self._partial(index) for index in range(self.request.n)]
+
     def abort(self) -> None:
-        """End the call within a step. What had arrived stays readable; further reads raise RequestAbortedError."""
+        """End the call within a step. Chunks that were read stay; those that were not are dropped, from the memory
+        too, and the next read raises RequestAbortedError. Nothing happens to a call that is over."""
         self._channel.aborted.set()
+        if self._channel.disowned():
+            stats = CallStats(finish_reason="abort", prompt_tokens=len(self.request.input_ids))
+            self._channel.put(RequestAbortedError("the call was aborted before it was served", stats))
 
     close = abort
 
@@ -359,13 +413,18 @@ class Generation:
         self._error = event
         raise event
 
-    def _partial(self) -> GenerationResult:
+    def _partial(self, index: int = 0) -> GenerationResult:
         stats = self.stats or CallStats()
+        mine = [chunk for chunk in self._chunks if chunk.index == index]
+        last = mine[-1] if mine else None
         return GenerationResult(
-            "".join(chunk.text for chunk in self._chunks),
-            tuple(i for chunk in self._chunks for i in chunk.token_ids),
-            stats.finish_reason,
+            "".join(chunk.text for chunk in mine),
+            tuple(i for chunk in mine for i in chunk.token_ids),
+            (last.finish_reason if last is not None else None) or stats.finish_reason,
             stats,
+            tuple(p for chunk in mine for p in chunk.logprobs),
+            index,
+            last.stop_reason if last is not None else None,
         )
 
 

@@ -1,0 +1,187 @@
+"""GenerationRequest: what a call may ask for, validated. Every engine takes it. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentspec.errors import InvalidRequestError, UnknownOptionError
+from agentspec.loop import Trajectory
+from agentspec.memory import Span
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from agentspec.drafting import Draft
+
+__all__ = ["Constraint", "GenerationRequest"]
+
+
+class Constraint(Protocol):
+    """Restricts what one choice may emit (a grammar). The engine calls, position by position:
+
+        draft = constraint.cut(draft)        before verification: without the nodes that it forbids
+        constraint.mask(logits)              float32[vocabulary], in place: -inf where an id is forbidden here
+        constraint.advance(token)            the id that was emitted; never taken back
+
+    mask sees every position after `advance` was called for all ids before it, so `cut` has to leave the state as it
+    found it. `forced` gives ids that have to follow (no proposal needed); empty where there is a choice.
+    """
+
+    def cut(self, draft: Draft) -> Draft: ...
+
+    def forced(self, most: int) -> Sequence[int]: ...
+
+    def mask(self, logits: np.ndarray) -> None: ...
+
+    def advance(self, token: int) -> None: ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerationRequest:
+    """One call. Raises InvalidRequestError for a value out of range; `of` also UnknownOptionError.
+
+    input_ids:    the prompt, token ids
+    max_tokens:   most tokens to emit; None: as many as the context allows
+    min_tokens:   no EOS, stop string or stop token before so many tokens
+    trajectory:   whose memory to use; None: the current one (agentspec.trajectory), else a new one for this call
+    spans:        the prompt's messages (see memory.Span); None: found from the chat template's special tokens
+    draft:        False: plain decoding, one token a step
+    n:            choices to generate, one after another; choice i is drawn with (seed, i)
+
+    temperature:  0: greedy. Truncation as in transformers, in this order, after the temperature:
+    top_k:        the k most likely ids; 0: all
+    top_p:        the fewest most likely ids that hold p of the mass; 1: all
+    min_p:        ids at least min_p times as likely as the likeliest; 0: all
+    seed:         whole number; the same seed and prompt give the same text. None: made up (CallStats.seed has it)
+
+    repetition_penalty:  > 1 makes ids of prompt and output less likely (transformers' definition); 1: off
+    presence_penalty:    subtracted from the logit of each id in the output; 0: off
+    frequency_penalty:   subtracted once for each time the id occurs in the output; 0: off
+    logit_bias:          id -> what is added to its logit
+    bad_words:           texts or id sequences that may not come
+    stop:                texts that end the output; not part of the text
+    stop_token_ids:      ids, or sequences of ids, that end the output; part of the ids, not of the text
+    ignore_eos:          go on after EOS, until max_tokens or a stop
+
+    logprobs:     give each emitted id's log probability by the model itself (before penalties and temperature)
+    top_logprobs: and those of so many likeliest ids (implies logprobs)
+    constraint:   called once per choice, makes its Constraint
+    """
+
+    input_ids: Sequence[int]
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    trajectory: Trajectory | None = None
+    spans: Sequence[Span] | None = None
+    draft: bool = True
+    n: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str | Sequence[int]] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int | Sequence[int]] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    constraint: Callable[[], Constraint] | None = None
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_tokens, 1, optional=True)
+        _whole("min_tokens", self.min_tokens, 0)
+        _whole("n", self.n, 1, 128)
+        _whole("top_k", self.top_k, 0)
+        _whole("top_logprobs", self.top_logprobs, 0)
+        _whole("seed", self.seed, 0, 2**64 - 1, optional=True)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name in ("draft", "ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name}: needed True or False, got {getattr(self, name)!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias: an id", token, 0)
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+                raise InvalidRequestError(f"logit_bias of {token}: needed a number or -inf, got {bias!r}")
+        stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
+        if isinstance(stops, str) or not isinstance(stops, Sequence):
+            raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop: needed non-empty texts, got {text!r:.80}")
+        _sequences("stop_token_ids", self.stop_token_ids, texts=False)
+        _sequences("bad_words", self.bad_words, texts=True)
+        if self.constraint is not None and not callable(self.constraint):
+            raise InvalidRequestError("constraint: needed something to call that makes a Constraint")
+
+    @classmethod
+    def of(cls, **options: Any) -> GenerationRequest:
+        """A request from loose options. Raises UnknownOptionError for one that is none."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+                raise UnknownOptionError(f"unknown option {name}: {hint}")
+        return cls(**options)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(int(i) for i in s) if isinstance(s, Sequence) else (int(s),) for s in self.stop_token_ids)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    good = not isinstance(value, bool) and hasattr(value, "__index__")
+    if not good or value < low or (high is not None and value > high):
+        span = f">= {low}" if high is None else f"from {low} to {high}"
+        span += " or None" if optional else ""
+        raise InvalidRequestError(f"{name}: needed a whole number {span}, got {value!r}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not good or (open_low and value == low):
+        raise InvalidRequestError(
+            f"{name}: needed a number {'over' if open_low else 'from'} {low:g} to {high:g}, got {value!r}"
+        )
+
+
+def _sequences(name: str, values: Any, texts: bool) -> None:
+    what = "texts or id sequences" if texts else "ids or id sequences"
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise InvalidRequestError(f"{name}: needed a list of {what}, got {values!r:.80}")
+    for value in values:
+        if isinstance(value, str):
+            if not texts or not value:
+                raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
+            continue
+        if not texts and not isinstance(value, Sequence):
+            _whole(f"{name}: an id", value, 0)
+            continue
+        if not isinstance(value, Sequence) or len(value) == 0:
+            raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
+        for token in value:
+            _whole(f"{name}: an id", token, 0)
