@@ -4,6 +4,19 @@ May import: numpy, numba. Never torch. Used by drafting, the engines, the replay
 """
 
 from agentspec.memory.store import MemoryStore
+from agentspec.memory.tokenizer import MessageMark, MessageMarks, vocabulary_fingerprint
 from agentspec.memory.trajectory import Context, Matches, Place, Segment, Source, Span, TrajectoryMemory
 
-__all__ = ["Context", "Matches", "MemoryStore", "Place", "Segment", "Source", "Span", "TrajectoryMemory"]
+__all__ = [
+    "Context",
+    "Matches",
+    "MemoryStore",
+    "MessageMark",
+    "MessageMarks",
+    "Place",
+    "Segment",
+    "Source",
+    "Span",
+    "TrajectoryMemory",
+    "vocabulary_fingerprint",
+]
