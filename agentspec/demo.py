@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _PROSE = (".md", ".txt", ".rst")
-_EXCERPT = 1600  # characters that read_file shows: about 400 tokens, so that nine calls fit a small context
-_SYSTEM = "You are a careful document assistant. You answer with the exact words of the documents you were shown."
+_EXCERPT = 1000  # characters of a paragraph: about 220 tokens, so that nine calls fit a small context
 
 
 # ---- the agent's tools: real ones, over real files ----------------------------------------------
@@ -58,17 +57,20 @@ class Documents:
         return "\n".join(f"{name} ({len(text.split())} words)" for name, text in self.files.items())
 
     @agentspec.tool
-    def read_file(self, name: str) -> str:
-        text = self.files[name]
-        return text if len(text) <= _EXCERPT else text[:_EXCERPT].rsplit("\n\n", 1)[0] + "\n\n[...]"
+    def read_paragraph(self, name: str, number: int) -> str:
+        """The file's prose paragraph of that number, from 1; the last one if there are fewer."""
+        paragraphs = _paragraphs(self.files[name])
+        return paragraphs[min(number, len(paragraphs)) - 1][:_EXCERPT]
 
     @agentspec.tool
     def search(self, word: str) -> str:
+        """The sentences that have the word, at most three, each with its file's name."""
         hits = []
         for name, text in self.files.items():
             for paragraph in _paragraphs(text):
-                if word.lower() in paragraph.lower():
-                    hits.append(f"{name}: {paragraph[:400]}")
+                for sentence in re.split(r"(?<=[.!?])\s+", paragraph):
+                    if word.lower() in sentence.lower():
+                        hits.append(f"{name}: {sentence[:300]}")
         return "\n".join(hits[:3]) or "no match"
 
 
@@ -111,26 +113,23 @@ class Step:
 
 
 def _plan(documents: Documents) -> Iterator[Step]:
+    """Nine calls. SmolLM2 copies well what stands right after the request, so tool results stand there."""
     names = list(documents.files)
     first, second = names[0], names[min(1, len(names) - 1)]
-    shown = {name: _paragraphs(documents.read_file.__wrapped__(documents, name)) for name in (first, second)}  # type: ignore[attr-defined]
-    one = (shown[first] or _paragraphs(documents.files[first]))[0]
-    two = (shown[second] or _paragraphs(documents.files[second]))[-1]
+    repeat = "Repeat this text exactly:"
+    one = documents.read_paragraph(first, 1)
+    yield Step(f"read_paragraph({first}, 1)", one, repeat, 200)
+    yield Step("list_files()", documents.list_files(), repeat, 120)
+    two = documents.read_paragraph(second, 3)
+    yield Step(f"read_paragraph({second}, 3)", two, repeat, 200)
+    yield Step("", "", "What is that text about? Answer in one sentence.", 60)
     word = _word_of(two)
-
-    yield Step("list_files()", documents.list_files(), "Repeat the list of files.", 64)
-    yield Step(f"read_file({first})", documents.read_file(first), f"Repeat the paragraph that begins with: {_opening(one)}", 160)
-    yield Step("", "", "Which of these words matter most? Repeat the first sentence of that paragraph.", 64)
-    yield Step(f"read_file({second})", documents.read_file(second), f"Repeat the paragraph that begins with: {_opening(two)}", 160)
-    yield Step("", "", "Summarise that paragraph in one sentence of your own.", 64)
-    yield Step(f"search({word})", documents.search(word), f"Repeat every line that mentions {word}.", 160)
-    yield Step("", "", f"Repeat the first paragraph you quoted from {first}.", 160)
-    yield Step("", "", f"Repeat the paragraph you quoted from {second}.", 160)
-    yield Step("", "", "Write the report: the paragraph of the first file, then the paragraph of the second file.", 256)
-
-
-def _opening(paragraph: str) -> str:
-    return " ".join(paragraph.split()[:6])
+    yield Step(f"search({word})", documents.search(word), repeat, 200)
+    three = documents.read_paragraph(second, 4)
+    yield Step(f"read_paragraph({second}, 4)", three, repeat, 200)
+    yield Step(f"read_paragraph({first}, 1)", documents.read_paragraph(first, 1), repeat, 200)
+    yield Step("", "", "Write a short poem about the sea.", 60)
+    yield Step("write_report()", f"{one}\n\n{two}\n\n{three}", repeat, 400)
 
 
 # ---- running and showing -------------------------------------------------------------------------
@@ -183,8 +182,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_report(args, curve, pairs, totals, unequal), indent=2))
     else:
         print(_summary(totals, unequal))
-        quote = pairs[3]
-        print(f"\nWhat it said, call 4 ({quote.step.question}):\n  {quote.drafted.text.strip()[:400]}")
+        for number in (3, 4):
+            pair = pairs[number - 1]
+            print(f"\nCall {number}, {pair.step.action or pair.step.question}\n  {pair.drafted.text.strip()[:400]}")
     return 1 if unequal else 0
 
 
@@ -194,10 +194,8 @@ def _calls(engine: LocalEngine, documents: Documents) -> Iterator[_Pair]:
     plain = agentspec.Trajectory(name="demo (plain)")
     with agentspec.trajectory(name="demo", namespace=False) as drafted:
         histories: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-        for history in histories:
-            history.append({"role": "system", "content": _SYSTEM})
         for number, step in enumerate(_plan(documents)):
-            content = f"Result of {step.action}:\n\n{step.result}\n\n{step.question}" if step.action else step.question
+            content = f"{step.question}\n\n{step.result}" if step.result else step.question
             results = {}
             order = [(plain, False), (drafted, True)]
             for trajectory, draft in order if number % 2 == 0 else reversed(order):
