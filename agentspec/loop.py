@@ -292,7 +292,9 @@ def agent_loop(
         shared = _namespace(namespace, f"{getattr(target, '__module__', '')}.{agent}" if name is None else name)
         return _wrap(target, lambda: Trajectory(id, shared, agent))
 
-    return wrap if function is None else _decorate(function, wrap)
+    if function is None:
+        return lambda target: _decorate(target, wrap)
+    return _decorate(function, wrap)
 
 
 @overload
@@ -317,7 +319,9 @@ def tool(function: Any = None, /, *, seed: bool = True) -> Any:
     def wrap(target: Any) -> Any:
         return _wrap(target, lambda: None, returned)
 
-    return wrap if function is None else _decorate(function, wrap)
+    if function is None:
+        return lambda target: _decorate(target, wrap)
+    return _decorate(function, wrap)
 
 
 def _as_text(value: Any) -> str:
