@@ -22,11 +22,12 @@ import inspect
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from agentspec import telemetry
 from agentspec.errors import InvalidRequestError
 
 __all__ = ["Seed", "Trajectory", "agent_loop", "current_trajectory", "seed", "tool", "trajectory"]
@@ -59,6 +60,8 @@ class Trajectory:
         self.namespace = namespace
         self.name = name
         self.calls: list[Any] = []
+        self.context: Any = None  # OpenTelemetry's, of its invoke_agent span; for threads that inherit nothing
+        self.drift: Any = None  # telemetry's Drift as of its last call
         self._seeds: list[Seed] = []
         self._lock = threading.Lock()
 
@@ -90,7 +93,7 @@ class Trajectory:
 
         @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
-            with _entered(self):
+            with _Scope(self, self):
                 return function(*args, **kwargs)
 
         return bound  # type: ignore[return-value]
@@ -104,13 +107,24 @@ def current_trajectory() -> Trajectory | None:
     return _current.get()
 
 
-@contextmanager
-def _entered(entered: Trajectory) -> Iterator[Trajectory]:
-    token = _current.set(entered)
-    try:
-        yield entered
-    finally:
-        _current.reset(token)
+class _Scope:
+    """Makes a trajectory and a span current while it is entered: around each stretch of code that runs, never
+    across a yield. span: whatever has the OpenTelemetry context to attach."""
+
+    def __init__(self, entered: Trajectory | None, span: Any) -> None:
+        self.trajectory, self.span = entered, span
+
+    def __enter__(self) -> None:
+        # Set also where it stays the same: resetting it tells whether this is still the context it was set in.
+        self._token = _current.set(self.trajectory or _current.get())
+        self._attached = telemetry.attach(self.span)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            _current.reset(self._token)
+        except ValueError:
+            return  # left in another context (a coroutine collected elsewhere): nothing was changed here
+        telemetry.detach(self._attached)
 
 
 def _namespace(namespace: str | bool | None, name: str | None) -> str | None:
@@ -135,7 +149,7 @@ def trajectory(
                False: with nobody
     """
     entered = Trajectory(id, _namespace(namespace, name), name or "agent")
-    with _entered(entered):
+    with telemetry.agent(entered) as span, _Scope(entered, span):
         yield entered
 
 
@@ -154,73 +168,72 @@ def seed(content: str | Sequence[int], source: SeedSource = "seed") -> None:
 
 def _wrap(
     function: Any,
-    enter: Callable[[], Trajectory | None],
+    start: Callable[[tuple[Any, ...], dict[str, Any]], _Scope],
     returned: Callable[[Any], None] = lambda value: None,
 ) -> Any:
-    """function with each of its runs inside enter(), whatever kind of function it is.
+    """function with each of its runs inside start(args, kwargs), whatever kind of function it is.
 
-    A generator's body sees the trajectory only while it runs: it is set before each resumption and reset
-    before each yield, so the consumer's context is never touched.
+    A generator's body sees the trajectory and its span only while it runs: they are set before each
+    resumption and reset before each yield, so the consumer's context is never touched. The span ends with the
+    body, or when the generator is closed or collected.
     """
     if inspect.isasyncgenfunction(function):
 
         @functools.wraps(function)
         async def async_generator(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            entered = enter()
-            body = function(*args, **kwargs)
-            resume: Callable[[Any], Any] = body.asend
-            value: Any = None
-            try:
-                while True:
-                    token = _current.set(entered) if entered else None
-                    try:
-                        item = await resume(value)
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        if token is not None:
-                            _current.reset(token)
-                    returned(item)
-                    try:
-                        value = yield item
-                        resume = body.asend
-                    except GeneratorExit:
-                        raise
-                    except BaseException as error:
-                        value, resume = error, body.athrow
-            finally:
-                await body.aclose()
+            scope = start(args, kwargs)
+            with scope.span:
+                body = function(*args, **kwargs)
+                resume: Callable[[Any], Any] = body.asend
+                value: Any = None
+                try:
+                    while True:
+                        try:
+                            with scope:
+                                item = await resume(value)
+                        except StopAsyncIteration:
+                            return
+                        returned(item)
+                        try:
+                            value = yield item
+                            resume = body.asend
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            value, resume = error, body.athrow
+                finally:
+                    with scope:
+                        await body.aclose()
 
         return async_generator
 
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
-        def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            entered = enter()
-            body = function(*args, **kwargs)
-            resume: Callable[[Any], Any] = body.send
-            value: Any = None
-            try:
-                while True:
-                    token = _current.set(entered) if entered else None
-                    try:
-                        item = resume(value)
-                    except StopIteration as stop:
-                        return stop.value
-                    finally:
-                        if token is not None:
-                            _current.reset(token)
-                    returned(item)
-                    try:
-                        value = yield item
-                        resume = body.send
-                    except GeneratorExit:
-                        raise
-                    except BaseException as error:
-                        value, resume = error, body.throw
-            finally:
-                body.close()
+        def generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            scope = start(args, kwargs)
+            with scope.span:
+                body = function(*args, **kwargs)
+                resume: Callable[[Any], Any] = body.send
+                value: Any = None
+                try:
+                    while True:
+                        try:
+                            with scope:
+                                item = resume(value)
+                        except StopIteration as stop:
+                            return stop.value
+                        returned(item)
+                        try:
+                            value = yield item
+                            resume = body.send
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:
+                            value, resume = error, body.throw
+                finally:
+                    with scope:
+                        body.close()
 
         return generator
 
@@ -228,13 +241,11 @@ def _wrap(
 
         @functools.wraps(function)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            entered = enter()
-            token = _current.set(entered) if entered else None
-            try:
-                value = await function(*args, **kwargs)
-            finally:
-                if token is not None:
-                    _current.reset(token)
+            scope = start(args, kwargs)
+            with scope.span as span:
+                with scope:
+                    value = await function(*args, **kwargs)
+                span.result(value)
             returned(value)
             return value
 
@@ -242,13 +253,11 @@ def _wrap(
 
     @functools.wraps(function)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        entered = enter()
-        token = _current.set(entered) if entered else None
-        try:
-            value = function(*args, **kwargs)
-        finally:
-            if token is not None:
-                _current.reset(token)
+        scope = start(args, kwargs)
+        with scope.span as span:
+            with scope:
+                value = function(*args, **kwargs)
+            span.result(value)
         returned(value)
         return value
 
@@ -290,7 +299,12 @@ def agent_loop(
     def wrap(target: Any) -> Any:
         agent = name or getattr(target, "__qualname__", "agent").replace(".<locals>", "")
         shared = _namespace(namespace, f"{getattr(target, '__module__', '')}.{agent}" if name is None else name)
-        return _wrap(target, lambda: Trajectory(id, shared, agent))
+
+        def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Scope:
+            entered = Trajectory(id, shared, agent)
+            return _Scope(entered, telemetry.agent(entered))
+
+        return _wrap(target, start)
 
     if function is None:
         return lambda target: _decorate(target, wrap)
@@ -317,7 +331,12 @@ def tool(function: Any = None, /, *, seed: bool = True) -> Any:
             current.seed(text, "tool")
 
     def wrap(target: Any) -> Any:
-        return _wrap(target, lambda: None, returned)
+        name = getattr(target, "__name__", type(target).__name__)
+
+        def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Scope:
+            return _Scope(None, telemetry.tool(target, name, args, kwargs, _current.get()))
+
+        return _wrap(target, start, returned)
 
     if function is None:
         return lambda target: _decorate(target, wrap)

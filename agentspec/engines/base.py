@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from agentspec import telemetry
 from agentspec.engines.request import GenerationRequest
 from agentspec.errors import AgentSpecError, RequestAbortedError
 
@@ -81,6 +82,8 @@ class CallStats:
     seed                           what the sample was drawn with, given or made up; None: greedy
     choices                        n; counts below are sums over them
     arrivals                       (ms since the request, tokens) of each step
+    drafts                         (proposed, accepted) of each step
+    cost_by_width                  v(n + 1), proposer included, of the draft widths n that were used
     """
 
     model: str = ""
@@ -107,6 +110,8 @@ class CallStats:
     near_tie_flips: int = 0
     mean_cost: float = 1.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    cost_by_width: dict[int, float] = field(default_factory=dict)
     queue_ms: float = 0.0
     proposer_ms: float = 0.0
     forward_ms: float = 0.0
@@ -164,7 +169,7 @@ class CallStats:
     def to_dict(self) -> dict[str, Any]:
         """All counts and derived figures, for JSON. Gaps as mean, p50, p95 and max."""
         out = asdict(self)
-        out.pop("arrivals")
+        del out["arrivals"], out["drafts"]
         for name in (
             "acceptance_rate",
             "conditional_acceptance",
@@ -215,9 +220,13 @@ class Channel:
 
     It holds no reference to its Generation, so a consumer that is dropped is noticed (Generation.__del__, which
     may run anywhere and so only sets `aborted`). Nothing blocks the writer: an unread call holds its chunks.
+    span is the call's (telemetry.chat); it ends with the call, before its consumer learns of the end.
+    stats: set by the engine as soon as it measures, for calls that fail.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, span: telemetry.ChatSpan | telemetry.NoCall = telemetry.NO_CALL) -> None:
+        self.span = span
+        self.stats: CallStats | None = None
         self._events: deque[TokenChunk | CallStats | BaseException] = deque()
         self._wakers: list[Callable[[], None]] = []
         self._sealed = False
@@ -231,6 +240,12 @@ class Channel:
         self._ready = threading.Condition(self._lock)
 
     def put(self, event: TokenChunk | CallStats | BaseException) -> None:
+        if isinstance(event, TokenChunk):
+            self.span.chunk(event.text)
+        elif isinstance(event, CallStats):
+            self.span.finish(event)
+        else:
+            self.span.finish(self.stats, event)
         with self._lock:
             if self._sealed and isinstance(event, TokenChunk):
                 return

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentspec import telemetry
 from agentspec.chat import ChatTemplate, Detokenizer, History, OutputRecord
 from agentspec.drafting import CostCurve, Draft, Proposer, WidthPolicy, make_proposer
 from agentspec.engines import models
@@ -125,6 +126,7 @@ class LocalEngine:
         self.device, self.dtype = str(device), dtype
         self.template = ChatTemplate(self.tokenizer)
         self.store = MemoryStore()
+        telemetry.watch_memory(self.store)
         self.proposer = make_proposer(proposer)
         if max_draft < 0:
             raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
@@ -238,7 +240,7 @@ class LocalEngine:
         self, request: GenerationRequest, messages: Any, tools: Any, options: Mapping[str, Any]
     ) -> Generation:
         trajectory = request.trajectory or current_trajectory() or Trajectory()
-        channel = Channel()
+        channel = Channel(telemetry.chat(telemetry.Target(self.model_name), request, trajectory, messages))
         job = _Job(request, trajectory, channel, now_ns(), messages, tools, options)
         with self._lock:
             if self._closed:
@@ -296,6 +298,7 @@ class LocalEngine:
             spliced_tokens=job.options.get("spliced", 0),
             queue_ms=(started - job.submitted_ns) / 1e6,
         )
+        channel.stats = stats
         state.calls += 1
         self._take_seeds(state, job.trajectory)
         if state.policy is None:
@@ -340,6 +343,8 @@ class LocalEngine:
                 # What the draft gained is what was emitted of it: cut tokens are not accepted ones.
                 accepted = self._count(draft, emitted, stats)
                 costs.append(state.policy.cost(len(draft)))
+                stats.cost_by_width[len(draft)] = costs[-1]
+                stats.drafts.append((len(draft), accepted))
                 state.policy.record(len(emitted), len(draft))
                 output += emitted
                 keep = len(prompt) + len(output) - 1
