@@ -247,9 +247,13 @@ def make_proposer(name: str | Proposer, tokenizer: Any = None, **settings: Any) 
         raise InvalidRequestError(f"proposer: needed a name or a Proposer, got {type(name).__name__}")
     if name == "match":
         return MatchProposer(**settings)
+    if name == "mixture":
+        from agentspec.drafting.mixture import MixtureProposer  # compiles kernels: only when asked for
+
+        return MixtureProposer(tokenizer=tokenizer, **settings)
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        known = ["match", *sorted(found)]
+        known = ["match", "mixture", *sorted(found)]
         raise InvalidRequestError(f"proposer: needed one of {', '.join(known)}, got {name!r}")
     made = found[name].load()(tokenizer=tokenizer, **settings)
     if not isinstance(made, Proposer):

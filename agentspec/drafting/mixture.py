@@ -1,0 +1,347 @@
+"""MixtureProposer: drafts trees by a log-linear mixture of many contexts, learned online.
+
+Called by engines, the replay and the SGLang plugin through the Proposer protocol. May import numpy,
+agentspec.memory and its neighbours in drafting. mixing.py has the arithmetic and says what the model is.
+
+What it keeps, and where
+    Ledger      per trajectory, in memory.attachments: the own table (trajectory_bytes), and without a namespace
+                the weights
+    Namespace   per namespace, in memory.shared.attachments: the shared table (namespace_bytes), the weights, and
+                the outputs that wait to enter the table
+A trajectory's outputs enter its namespace's table when a call of another trajectory begins there: until then
+they are in its own table, and counting them twice would mislead the mixture.
+
+When it works
+    begin       inserts what the prompt added (1 to 2 µs a token)
+    propose     reads the tables only
+    observe     notes what came; the expensive part waits for learn, or else for the next observe or end
+    learn       learns from what came and inserts it
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.drafting import mixing
+from agentspec.drafting.contexts import CONTEXTS, STATE
+from agentspec.drafting.mixing import FEATURES, MAX_NODES, PAIRS, PRESENT, STRIDE
+from agentspec.drafting.proposer import Draft, DraftLimits
+from agentspec.drafting.tables import UInt32, new_table
+from agentspec.drafting.vocabulary import Vocabulary
+from agentspec.errors import InvalidRequestError
+from agentspec.memory import Context, Source
+
+__all__ = ["MixtureProposer", "Prior", "plain_weights"]
+
+RATE = 0.1  # AdaGrad's step
+PLAIN = 0.3  # what a present successor is worth before anything is known
+_ROLES = {"system": 1, "user": 2, "tool": 3, "assistant": 4}
+_MOST_PENDING = 4 * 2**20  # bytes of outputs that wait to enter a namespace's table
+_SETTLE = 64  # tokens from whose reading a call's state is had
+_NONE: UInt32 = np.zeros(1, np.uint32)
+
+
+def plain_weights() -> NDArray[np.float32]:
+    """float32[2 * FEATURES]: weights, then AdaGrad's sums of squares, before anything was learned anywhere."""
+    weights = np.zeros(2 * FEATURES, np.float32)
+    for pair in range(PAIRS):
+        weights[pair * STRIDE : pair * STRIDE + PRESENT] = PLAIN
+    return weights
+
+
+class Prior:
+    """Weights to start from: `alone` for trajectories without a namespace, `shared` for namespaces.
+
+    Each is float32[2 * FEATURES] as plain_weights() makes them; the sums of squares are capped where they were
+    made, so that the weights still move.
+    """
+
+    def __init__(self, alone: NDArray[np.float32], shared: NDArray[np.float32]) -> None:
+        for weights in (alone, shared):
+            if weights.shape != (2 * FEATURES,):
+                raise InvalidRequestError(f"prior: needed {2 * FEATURES} numbers, got shape {weights.shape}")
+        self.alone = np.ascontiguousarray(alone, dtype=np.float32)
+        self.shared = np.ascontiguousarray(shared, dtype=np.float32)
+
+    @classmethod
+    def plain(cls) -> Prior:
+        """Nothing learned anywhere."""
+        return cls(plain_weights(), plain_weights())
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> Prior:
+        """A prior that benchmarks/make_prior.py saved; None: the one that ships with agentspec."""
+        if path is None:
+            with (files("agentspec.drafting") / "prior.npz").open("rb") as handle:
+                return cls._read(handle)
+        with open(path, "rb") as handle:
+            return cls._read(handle)
+
+    @classmethod
+    def _read(cls, handle: Any) -> Prior:
+        with np.load(handle, allow_pickle=False) as saved:
+            return cls(saved["alone"].astype(np.float32), saved["shared"].astype(np.float32))
+
+    def save(self, path: str | Path) -> None:
+        """float16, compressed."""
+        with open(path, "wb") as handle:
+            np.savez_compressed(handle, alone=self.alone.astype(np.float16), shared=self.shared.astype(np.float16))
+
+
+class Namespace:
+    """What the trajectories of one namespace share."""
+
+    def __init__(self, nbytes: int, weights: NDArray[np.float32]) -> None:
+        self.table = new_table(nbytes)
+        self.weights = weights
+        self.lock = threading.Lock()
+        self.pending: OrderedDict[int, list[tuple[NDArray[np.int32], UInt32]]] = OrderedDict()
+        self.pending_bytes = 0
+        self.trajectories = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.table.nbytes + self.weights.nbytes + self.pending_bytes)
+
+
+class Ledger:
+    """What one trajectory's memory has taught."""
+
+    def __init__(self, nbytes: int, weights: NDArray[np.float32], number: int) -> None:
+        self.table = new_table(nbytes)
+        self.weights = weights
+        self.own_weights = number == 0
+        self.number = number
+        self.segments = 0
+        self.state = np.zeros(STATE, np.int64)
+        self.state[6] = _ROLES["user"]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.table.nbytes + (self.weights.nbytes if self.own_weights else 0))
+
+
+class _Call:
+    """One open call."""
+
+    __slots__ = (
+        "drafted", "kept", "kept_tokens", "known", "learned", "learned_state", "most", "nodes", "paths", "state",
+    )  # fmt: skip
+
+    def __init__(self, state: NDArray[np.int64], size: int) -> None:
+        self.state = state
+        self.learned_state = state.copy()
+        self.known = size
+        self.learned = size
+        self.nodes = np.full((mixing.TREE, MAX_NODES + 1), -1, np.int32)
+        self.paths = np.zeros(MAX_NODES + 1, np.float64)
+        self.most = 0
+        self.drafted = 0
+        self.kept: list[UInt32] = []
+        self.kept_tokens: list[NDArray[np.int32]] = []
+
+
+class MixtureProposer:
+    """Drafts the tree with the most expected accepted tokens, by a mixture of contexts learned online.
+
+    tokenizer:        the target's; without one it drafts by ids alone, some per cent less well
+    max_draft:        most nodes of a draft (at most 64)
+    trajectory_bytes: the own table of each live trajectory
+    namespace_bytes:  the shared table of each namespace
+    prior:            weights to start from, or a path to those that benchmarks/make_prior.py saved
+    pairs:            bits of mixing.PAIR_NAMES that are used (for ablations)
+    """
+
+    name = "mixture"
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        max_draft: int = MAX_NODES,
+        trajectory_bytes: int = 4 * 2**20,
+        namespace_bytes: int = 64 * 2**20,
+        prior: Prior | str | Path | None = None,
+        pairs: int = (1 << PAIRS) - 1,
+        vocabulary: Vocabulary | None = None,
+        min_match: int = 1,
+        max_match: int = 16,
+    ) -> None:
+        if not 0 <= max_draft <= MAX_NODES:
+            raise InvalidRequestError(f"max_draft: needed 0..{MAX_NODES}, got {max_draft!r}")
+        self.max_draft = max_draft
+        self.trajectory_bytes = trajectory_bytes
+        self.namespace_bytes = namespace_bytes
+        self.vocabulary = Vocabulary.of(tokenizer) if vocabulary is None else vocabulary
+        self.pairs = pairs
+        self.prior = prior if isinstance(prior, Prior) else Prior.load(prior)
+        self.score = np.zeros(3, np.float64)  # log-loss in nats, tokens that were no candidate, tokens
+        self._calls: dict[int, _Call] = {}
+
+    # ---- the protocol -------------------------------------------------------------------------
+
+    def begin(self, context: Context) -> None:
+        memory = context.memory
+        with memory.lock:
+            namespace = self._namespace(context)
+            ledger = self._ledger(context, namespace)
+            if namespace is not None:
+                self._publish(namespace, ledger.number)
+            self._ingest(context, ledger)
+            tokens = context.tokens
+            state = ledger.state.copy()
+            mixing.settle(state, tokens, max(0, len(tokens) - _SETTLE), len(tokens), self.vocabulary.classes)
+            self._calls[id(context)] = _Call(state, len(tokens))
+
+    def propose(self, context: Context, limits: DraftLimits) -> Draft:
+        call = self._calls.get(id(context))
+        if call is None:
+            self.begin(context)
+            call = self._calls[id(context)]
+        namespace = self._namespace(context)
+        ledger = self._ledger(context, namespace)
+        most = min(limits.max_tokens, self.max_draft)
+        call.most = most
+        call.drafted = 0
+        if most <= 0 or limits.max_depth <= 0:
+            call.nodes[3, most] = -1
+            return Draft.empty()
+        buffer = context.tokens
+        n = mixing.propose(
+            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
+            self.pairs, buffer, context.prompt_length, len(buffer), call.state, self.vocabulary.classes, most,
+            limits.max_depth, limits.tree, limits.price, call.nodes, call.paths,
+        )  # fmt: skip
+        call.drafted = n
+        if n == 0:
+            return Draft.empty()
+        return Draft(
+            call.nodes[0, :n].copy(),
+            call.nodes[1, :n].copy(),
+            call.paths[:n].astype(np.float32),
+            call.nodes[4, :n].astype(np.int8),
+        )
+
+    def observe(self, context: Context, emitted: NDArray[np.int32]) -> None:
+        call = self._calls.get(id(context))
+        if call is None:
+            return
+        if call.learned < call.known:
+            self.learn(context)
+        buffer = context.tokens
+        mixing.follow(
+            call.state, buffer, call.known, len(buffer), call.most, call.nodes, call.drafted,
+            self.vocabulary.classes,
+        )  # fmt: skip
+        call.known = len(buffer)
+        call.drafted = 0
+        call.most = 0
+        call.nodes[3, 0] = -1
+
+    def learn(self, context: Context) -> None:
+        call = self._calls.get(id(context))
+        if call is None or call.learned >= call.known:
+            return
+        namespace = self._namespace(context)
+        ledger = self._ledger(context, namespace)
+        count = call.known - call.learned
+        kept = np.empty((count, CONTEXTS), np.uint32)
+        kept_tokens = np.empty(count, np.int32)
+        mixing.learn(
+            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
+            self.pairs, RATE, context.tokens, context.prompt_length, call.learned, call.known, call.learned_state,
+            self.vocabulary.classes, kept, kept_tokens, self.score,
+        )  # fmt: skip
+        call.learned = call.known
+        call.state[:] = call.learned_state
+        if namespace is not None:
+            call.kept.append(kept)
+            call.kept_tokens.append(kept_tokens)
+
+    def end(self, context: Context) -> None:
+        call = self._calls.get(id(context))
+        if call is None:
+            return
+        self.learn(context)
+        del self._calls[id(context)]
+        namespace = self._namespace(context)
+        ledger = self._ledger(context, namespace)
+        ledger.state[:] = call.learned_state
+        if namespace is not None and call.kept:
+            with namespace.lock:
+                outputs = namespace.pending.setdefault(ledger.number, [])
+                outputs.append((np.concatenate(call.kept_tokens), np.concatenate(call.kept)))
+                namespace.pending_bytes += outputs[-1][0].nbytes + outputs[-1][1].nbytes
+            if namespace.pending_bytes > _MOST_PENDING:
+                self._publish(namespace, 0)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _fresh_weights(self, shared: bool) -> NDArray[np.float32]:
+        weights: NDArray[np.float32] = (self.prior.shared if shared else self.prior.alone).copy()
+        return weights
+
+    def _namespace(self, context: Context) -> Namespace | None:
+        shared = context.memory.shared
+        if shared is None:
+            return None
+        found = shared.attachments.get(self.name)
+        if found is None:
+            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self._fresh_weights(True))
+        return found
+
+    def _ledger(self, context: Context, namespace: Namespace | None) -> Ledger:
+        memory = context.memory
+        ledger = memory.attachments.get(self.name)
+        if ledger is None:
+            if namespace is None:
+                ledger = Ledger(self.trajectory_bytes, self._fresh_weights(False), 0)
+            else:
+                namespace.trajectories += 1
+                ledger = Ledger(self.trajectory_bytes, namespace.weights, namespace.trajectories)
+            memory.attachments[self.name] = ledger
+        return ledger
+
+    def _publish(self, namespace: Namespace, number: int) -> None:
+        """Insert what trajectories other than `number` have put out."""
+        with namespace.lock:
+            for other in [n for n in namespace.pending if n != number]:
+                for tokens, hashed in namespace.pending.pop(other):
+                    mixing.publish(namespace.table, tokens, hashed, len(tokens), other & 7, self.pairs)
+                    namespace.pending_bytes -= tokens.nbytes + hashed.nbytes
+
+    def _ingest(self, context: Context, ledger: Ledger) -> None:
+        """Insert what the memory holds and the own table doesn't: the prompt's new parts, and seeds."""
+        memory = context.memory
+        known = {segment.start for segment in context.added}
+        first = min(ledger.segments, memory.segment_count)
+        for segment in memory.segments_from(first):
+            if segment.start in known or segment.source in (Source.OUTPUT, Source.CURRENT):
+                continue
+            state = np.zeros(STATE, np.int64)
+            self._insert(ledger, memory.tokens, segment.start, segment.end, int(segment.source), state)
+        ledger.segments = memory.segment_count
+        for segment in context.added:
+            if segment.role in _ROLES and segment.role != "assistant":
+                ledger.state[6] = _ROLES[segment.role]
+            elif segment.source is Source.TOOL:
+                ledger.state[6] = _ROLES["tool"]
+            for start, end, at in context.layout.tolist():
+                low, high = max(at, segment.start), min(at + end - start, segment.end)
+                if low < high:
+                    low, high = low - at + start, high - at + start
+                    self._insert(ledger, context.tokens, low, high, int(segment.source), ledger.state)
+
+    def _insert(
+        self, ledger: Ledger, tokens: NDArray[np.int32], start: int, end: int, source: int, state: NDArray[np.int64]
+    ) -> None:
+        kind = {Source.PROMPT: 0, Source.TOOL: 1, Source.OUTPUT: 2, Source.CURRENT: 2}.get(Source(source), 3)
+        mixing.ingest(
+            ledger.table, tokens, start, end, kind, self.pairs, state, self.vocabulary.classes
+        )  # fmt: skip

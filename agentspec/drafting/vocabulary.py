@@ -1,0 +1,110 @@
+"""Vocabulary: what the mixture knows about a tokenizer's tokens, and the language table made with it.
+
+Called by MixtureProposer. May import numpy, tables, contexts and mixing; never transformers: a tokenizer is
+anything with `get_vocab()`, `decode(ids)`, `encode(text)`, and `all_special_ids` if it has special tokens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import weakref
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.drafting.contexts import CONTINUATION, DIGIT, NEWLINE, PUNCTUATION, SPACE, SPECIAL, STATE, WORD
+from agentspec.drafting.mixing import absorb
+from agentspec.drafting.tables import MAX_TOKEN, UInt32, new_table
+from agentspec.errors import InvalidRequestError
+
+__all__ = ["Vocabulary", "token_class"]
+
+LANGUAGE_BYTES = 16 * 2**20
+_PIECE = 1 << 16  # characters encoded at a time
+
+
+def token_class(text: str) -> int:
+    """The class of a token by its text: of its first character that isn't white space; NEWLINE is added."""
+    newline = NEWLINE if "\n" in text else 0
+    rest = text.strip()
+    if not rest:
+        return SPACE | newline
+    if rest[0].isdigit():
+        return DIGIT | newline
+    if rest[0].isalpha():
+        return (WORD if text[0].isspace() else CONTINUATION) | newline
+    return PUNCTUATION | newline
+
+
+class Vocabulary:
+    """Token classes and the language table of one tokenizer.
+
+    classes:  uint8[V], contexts.py's classes; empty where no tokenizer is known (all tokens are alike then)
+    language: the language table; one that holds nothing where no tokenizer is known
+
+    Making one decodes the vocabulary and encodes the text that ships with agentspec: some two seconds, once a
+    tokenizer and process.
+    """
+
+    def __init__(self, tokenizer: Any = None, language: bool = True) -> None:
+        self.classes: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.language: UInt32 = np.zeros(1, np.uint32)
+        if tokenizer is None:
+            return
+        self.classes = _classes(tokenizer)
+        if language:
+            self.language = _language(tokenizer, self.classes)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.classes.nbytes + self.language.nbytes)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The tokenizer's Vocabulary, made once and kept as long as the tokenizer lives."""
+        if tokenizer is None:
+            return cls()
+        with _lock:
+            made = _known.get(id(tokenizer))
+            if made is None:
+                made = _known[id(tokenizer)] = cls(tokenizer)
+                try:
+                    weakref.finalize(tokenizer, _known.pop, id(tokenizer), None)
+                except TypeError:
+                    _keep.append(tokenizer)
+            return made
+
+
+_lock = threading.Lock()
+_known: dict[int, Vocabulary] = {}
+_keep: list[Any] = []
+
+
+def _classes(tokenizer: Any) -> NDArray[np.uint8]:
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size - 1 > MAX_TOKEN:
+        raise InvalidRequestError(f"vocabulary: ids up to {MAX_TOKEN} are supported, got {size - 1}")
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    texts = tokenizer.batch_decode([[i] for i in range(size)], clean_up_tokenization_spaces=False)
+    return np.array(
+        [SPECIAL if i in special or text.startswith("<|") else token_class(text) for i, text in enumerate(texts)],
+        dtype=np.uint8,
+    )
+
+
+def language_text() -> str:
+    """The text that ships with agentspec (language.txt.gz; benchmarks/make_language.py says what is in it)."""
+    return gzip.decompress((files("agentspec.drafting") / "language.txt.gz").read_bytes()).decode("utf-8")
+
+
+def _language(tokenizer: Any, classes: NDArray[np.uint8]) -> UInt32:
+    table = new_table(LANGUAGE_BYTES)
+    state = np.zeros(STATE, np.int64)
+    text = language_text()
+    for start in range(0, len(text), _PIECE):
+        ids = tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
+        absorb(table, np.asarray(ids, dtype=np.int32), state, classes)
+    return table
