@@ -1,0 +1,258 @@
+"""Drafter: the calls that are running, their memories, and one step's drafts for all of them.
+
+The scheduler's worker (internals.py) calls it, on every tensor-parallel rank alike:
+
+    call = drafter.begin(settings, prompt, ...)     once the prompt's forward is launched
+    each step:
+        drafter.take(call, tokens)                  what the last step emitted
+        step = drafter.draft(calls)                 the drafts, and the verify width that holds them (1: none)
+        drafter.learn(calls)                        once the forward is launched
+    drafter.end(call, delivered)
+
+A deterministic function of these calls: no clocks, no randomness. May import nothing from sglang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentspec.drafting import CostCurve, Draft, DraftLimits, WidthPolicy, make_proposer
+from agentspec.memory import Context
+from sglang_agentspec.requests import RequestSettings
+from sglang_agentspec.settings import PluginSettings
+from sglang_agentspec.trajectories import Trajectory, TrajectoryBook
+from sglang_agentspec.tree import VerifyTree, pack
+
+__all__ = ["Call", "Drafter", "Step"]
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """One running request. taken: how many of its output tokens its memory has; reason: why it is not drafted."""
+
+    __slots__ = ("context", "ends", "max_output", "policy", "prompt_length", "proposed", "reason", "stopped", "taken", "trajectory")
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        context: Context,
+        policy: WidthPolicy,
+        max_output: int,
+        ends: Collection[int],
+        reason: str | None,
+    ) -> None:
+        self.trajectory = trajectory
+        self.context = context
+        self.policy = policy
+        self.prompt_length = context.prompt_length
+        self.max_output = max_output
+        self.ends = ends
+        self.reason = reason
+        self.taken = 0
+        self.proposed = 0  # draft tokens sent in the step under way
+        self.stopped = False  # an end token came: what follows it is not delivered
+
+
+@dataclass(slots=True)
+class Step:
+    """width: verify width, 1 for a step without drafts. lengths: draft tokens + 1 for each call."""
+
+    width: int
+    lengths: list[int]
+
+
+class Drafter:
+    """See the module's docstring.
+
+    vocabulary: size of the target's; curve: its v(n); widest: the widest verify step; max_rows: the largest
+    batch; trees: whether more than chains can be verified; tokenize: text -> ids, for seeds given as text.
+    """
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        *,
+        vocabulary: int,
+        curve: CostCurve,
+        widest: int,
+        max_rows: int,
+        trees: bool,
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.trees = trees
+        self.widths = settings.verify_widths(widest)
+        self.curve = padded_curve(curve, self.widths)
+        self.proposer = make_proposer(settings.proposer, **settings.proposer_settings)
+        self.book = TrajectoryBook(int(settings.memory_mb * 1e6))
+        self.tree = VerifyTree(max_rows, widest)
+        self._tokenize = tokenize
+        self._refused = 0
+        self._no_draft = Draft.empty()
+
+    # ---- a call's life ----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        request: RequestSettings,
+        prompt: np.ndarray,
+        *,
+        max_output: int,
+        ends: Collection[int] = (),
+        reason: str | None = None,
+    ) -> Call:
+        """Open a call on its trajectory: index the prompt (int32[n]) and its seeds. ends: ids that end the output."""
+        trajectory = self.book.open(
+            request.scope, request.trajectory, prompt, request.namespace, follow=self.settings.follow
+        )
+        if trajectory.policy is None:
+            trajectory.policy = WidthPolicy(self.curve, self.widths[-1] - 1)
+        memory = trajectory.memory
+        context = memory.extend(prompt, request.spans)
+        for piece in request.seeds:
+            memory.seed(piece)
+        for text in request.seed_texts:
+            if self._tokenize is not None:
+                memory.seed(np.asarray(self._tokenize(text), dtype=np.int32))
+        self.proposer.begin(context)
+        return Call(trajectory, context, trajectory.policy, max_output, ends, reason)
+
+    def take(self, call: Call, tokens: Sequence[int]) -> None:
+        """Tokens that the last step emitted, in order. What comes after an end token is not part of the output."""
+        ids = np.array(tokens, dtype=np.int32)
+        call.taken += len(ids)
+        if call.stopped:
+            return
+        if call.ends:
+            for place, token in enumerate(tokens):
+                if token in call.ends:
+                    call.stopped = True
+                    ids = ids[: place + 1]
+                    break
+        memory = call.trajectory.memory
+        memory.append(call.context, ids)
+        self.proposer.observe(call.context, ids)
+        call.policy.record(len(ids), call.proposed)
+        call.proposed = 0
+
+    def draft(self, calls: Sequence[Call], plain: bool = False) -> Step:
+        """Drafts for the next step of a batch, packed into self.tree if there are any. plain: send none."""
+        rows = len(calls)
+        drafts: list[Draft] = []
+        longest = 0
+        for call in calls:
+            draft = self._no_draft
+            if call.reason is None and not call.stopped:
+                limits = call.policy.limits(call.max_output - call.taken, rows, self.trees)
+                if plain:
+                    limits = DraftLimits(0, 0, limits.tree, limits.price[:1])
+                draft = self.proposer.propose(call.context, limits)
+                longest = max(longest, len(draft))
+            drafts.append(draft)
+        if longest == 0:
+            return Step(1, [1] * rows)
+        width = next(w for w in self.widths if w > longest)
+        roots = [int(call.context.tokens[-1]) for call in calls]
+        for row, fault in pack(self.tree, roots, drafts, width, self.vocabulary):
+            drafts[row] = self._no_draft
+            self._report(fault)
+        lengths = [len(d) + 1 for d in drafts]
+        for call, length in zip(calls, lengths, strict=True):
+            call.proposed = length - 1
+        return Step(width, lengths)
+
+    def pack_roots(self, calls: Sequence[Call], width: int) -> None:
+        """A verify step without any draft."""
+        roots = [int(call.context.tokens[-1]) for call in calls]
+        pack(self.tree, roots, [self._no_draft] * len(calls), width, self.vocabulary)
+
+    def learn(self, calls: Sequence[Call]) -> None:
+        """Work that may wait until the forward is under way."""
+        for call in calls:
+            if call.reason is None:
+                self.proposer.learn(call.context)
+
+    def end(self, call: Call, delivered: Sequence[int] | None) -> None:
+        """The call is over. delivered: its whole output as the client got it, or None if that isn't known any more.
+
+        A call's last tokens may not have been taken yet; a final end token is no place to join at.
+        """
+        seen = None
+        if delivered is not None:
+            if len(delivered) > call.taken:
+                call.proposed = 0
+                self.take(call, delivered[call.taken :])
+            kept = len(delivered)
+            if kept and delivered[kept - 1] in call.ends:
+                kept -= 1
+            seen = call.context.tokens[: call.prompt_length + kept]
+        self.proposer.end(call.context)
+        call.trajectory.memory.close(call.context)
+        self.book.close(call.trajectory, seen)
+
+    def clear(self) -> None:
+        """Forget all trajectories; calls that run keep theirs until they end."""
+        self.book.clear()
+
+    def warm_up(self) -> None:
+        """Run every kernel once, so that nothing is compiled while a request waits."""
+        request = RequestSettings(scope="warm-up", trajectory="warm-up")
+        text = [i % 7 for i in range(64)]
+        call = self.begin(request, np.array(text, dtype=np.int32), max_output=64)
+        for token in (1, 2, 3):
+            self.take(call, [token])
+            self.draft([call])
+            self.learn([call])
+        chain = Draft.chain([0] * (self.widths[0] - 1))
+        pack(self.tree, [1], [chain], self.widths[0], self.vocabulary)
+        self.end(call, [1, 2, 3])
+        self.clear()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _report(self, fault: str) -> None:
+        self._refused += 1
+        if self._refused == 1:
+            logger.error(
+                "agentspec: the proposer %r returned a draft with %s; it was not sent, nor are others like it "
+                "(said once). The output is not affected.",
+                self.proposer.name,
+                fault,
+            )
+
+
+@dataclass(frozen=True)
+class PaddedCurve(CostCurve):
+    """v(n) where a step of n tokens runs as the narrowest verify width that holds it (only those are built)."""
+
+    raw: CostCurve = CostCurve({1: 1.0})
+    widths: tuple[int, ...] = ()
+    _batches: dict[int, CostCurve] = field(default_factory=dict, repr=False, compare=False)
+
+    def at_batch(self, batch_size: int) -> CostCurve:
+        if batch_size == 1:
+            return self
+        curve = self._batches.get(batch_size)
+        if curve is None:  # tabulating takes about a millisecond, and batches change all the time
+            points = _padded(self.raw, self.widths, batch_size)
+            curve = self._batches[batch_size] = CostCurve(points, name=self.name)
+        return curve
+
+
+def padded_curve(curve: CostCurve, widths: Sequence[int]) -> PaddedCurve:
+    points = _padded(curve, widths, 1)
+    return PaddedCurve(points, base_ms=curve.base_ms, name=curve.name, raw=curve, widths=tuple(widths))
+
+
+def _padded(curve: CostCurve, widths: Sequence[int], batch_size: int) -> dict[int, float]:
+    points, low = {1: 1.0}, 2
+    for width in widths:
+        points[low] = points[width] = curve(width * batch_size) / curve(batch_size)
+        low = width + 1
+    return points
