@@ -38,7 +38,7 @@ from sglang.srt.speculative.spec_utils import (
 )
 from sglang.srt.utils import is_cpu, is_hip, is_xpu
 
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import IntegrityError, InvalidRequestError
 from sglang_agentspec.backends import tree_width
 from sglang_agentspec.drafter import Call, Drafter, Step
 from sglang_agentspec.lossless import needs_plain_batch, reason_not_to_draft
@@ -406,9 +406,11 @@ class AgentSpecWorker(BaseSpecWorker):
     def _settle(self, batch: ScheduleBatch) -> list[Call]:
         """Bring each call's memory up to the tokens that came, and close those that left the batch.
 
-        Under overlap scheduling the last step's result isn't processed yet: its tokens are in spec_info, not in
-        output_ids. Synchronous steps and grammars process it first (managers/schedule_batch.py::grammar_needs_sync).
+        Under overlap scheduling a step's result may not be processed yet: its tokens are in spec_info, not in
+        output_ids. They may also be in both, where a prefill ran in between. The sequence length says which: it
+        counts all tokens but the last.
         """
+        lengths = batch.seq_lens_cpu.tolist()
         relayed: list[list[int]] | None = None
         if self.enable_overlap and not batch.grammar_needs_sync():
             lens = batch.spec_info.accept_lens.tolist()
@@ -420,12 +422,20 @@ class AgentSpecWorker(BaseSpecWorker):
             if call is None:
                 call = self._begin(request)
             known = len(request.output_ids)
-            late = relayed[row] if relayed is not None else ()
-            if known + len(late) < call.taken:
+            total = lengths[row] + 1 - len(request.origin_input_ids)
+            if total < call.taken:
                 # The scheduler took output back (a request restarted from its prompt): so does its memory.
                 self._end(request.rid, aborted=True)
                 call = self._begin(request)
-            new = [*request.output_ids[call.taken : known], *late[max(0, call.taken - known) :]]
+            new = list(request.output_ids[call.taken : min(known, total)])
+            missing = total - max(known, call.taken)
+            if missing > 0:
+                if relayed is None or missing > len(relayed[row]):
+                    raise IntegrityError(
+                        f"request {request.rid}: {total} output tokens by its length, {known} known, "
+                        f"{0 if relayed is None else len(relayed[row])} relayed"
+                    )
+                new += relayed[row][-missing:]
             if new:
                 self.drafter.take(call, new)
             calls.append(call)
