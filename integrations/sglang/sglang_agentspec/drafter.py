@@ -119,7 +119,7 @@ class Drafter:
             memory.seed(piece)
         for text in request.seed_texts:
             if self._tokenize is not None:
-                memory.seed(np.asarray(self._tokenize(text), dtype=np.int32))
+                memory.seed_text(text, self._tokenize)
         self.proposer.begin(context)
         return Call(trajectory, context, trajectory.policy, max_output, ends, reason)
 
@@ -184,16 +184,18 @@ class Drafter:
         A call's last tokens may not have been taken yet; a final end token is no place to join at.
         """
         seen = None
+        memory = call.trajectory.memory
+        if delivered is not None and len(delivered) > call.taken:
+            self.take(call, delivered[call.taken :])
+        self.proposer.end(call.context)
         if delivered is not None:
-            if len(delivered) > call.taken:
-                call.proposed = 0
-                self.take(call, delivered[call.taken :])
             kept = len(delivered)
+            if kept < len(call.context.output):  # under overlap, what came after a stop string was taken already
+                memory.truncate(call.context, kept)
             if kept and delivered[kept - 1] in call.ends:
                 kept -= 1
             seen = call.context.tokens[: call.prompt_length + kept]
-        self.proposer.end(call.context)
-        call.trajectory.memory.close(call.context)
+        memory.close(call.context)
         self.book.close(call.trajectory, seen)
 
     def clear(self) -> None:
