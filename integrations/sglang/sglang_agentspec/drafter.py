@@ -17,11 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from agentspec.drafting import CostCurve, Draft, DraftLimits, WidthPolicy, make_proposer
-from agentspec.memory import Context
+from agentspec.errors import AgentSpecError
+from agentspec.memory import Context, TrajectoryMemory
 from sglang_agentspec.requests import RequestSettings
 from sglang_agentspec.settings import PluginSettings
 from sglang_agentspec.trajectories import Trajectory, TrajectoryBook
@@ -35,7 +37,19 @@ logger = logging.getLogger(__name__)
 class Call:
     """One running request. taken: how many of its output tokens its memory has; reason: why it is not drafted."""
 
-    __slots__ = ("context", "ends", "max_output", "policy", "prompt_length", "proposed", "reason", "stopped", "taken", "trajectory")
+    __slots__ = (
+        "context",
+        "ends",
+        "max_output",
+        "policy",
+        "problems",
+        "prompt_length",
+        "proposed",
+        "reason",
+        "stopped",
+        "taken",
+        "trajectory",
+    )
 
     def __init__(
         self,
@@ -45,7 +59,9 @@ class Call:
         max_output: int,
         ends: Collection[int],
         reason: str | None,
+        problems: Sequence[str] = (),
     ) -> None:
+        self.problems = problems
         self.trajectory = trajectory
         self.context = context
         self.policy = policy
@@ -70,7 +86,8 @@ class Drafter:
     """See the module's docstring.
 
     vocabulary: size of the target's; curve: its v(n); widest: the widest verify step; max_rows: the largest
-    batch; trees: whether more than chains can be verified; tokenize: text -> ids, for seeds given as text.
+    batch; trees: whether more than chains can be verified; tokenizer: the target's, with transformers' interface,
+    for seeds given as text and for proposers that ask what a token is.
     """
 
     def __init__(
@@ -82,17 +99,19 @@ class Drafter:
         widest: int,
         max_rows: int,
         trees: bool,
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.settings = settings
         self.vocabulary = vocabulary
         self.trees = trees
         self.widths = settings.verify_widths(widest)
         self.curve = padded_curve(curve, self.widths)
-        self.proposer = make_proposer(settings.proposer, **settings.proposer_settings)
+        self.proposer = make_proposer(settings.proposer, tokenizer=tokenizer, **settings.proposer_settings)
         self.book = TrajectoryBook(int(settings.memory_mb * 1e6))
         self.tree = VerifyTree(max_rows, widest)
-        self._tokenize = tokenize
+        self._tokenize: Callable[[str], Sequence[int]] | None = None
+        if tokenizer is not None:
+            self._tokenize = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._refused = 0
         self._no_draft = Draft.empty()
 
@@ -107,21 +126,48 @@ class Drafter:
         ends: Collection[int] = (),
         reason: str | None = None,
     ) -> Call:
-        """Open a call on its trajectory: index the prompt (int32[n]) and its seeds. ends: ids that end the output."""
-        trajectory = self.book.open(
-            request.scope, request.trajectory, prompt, request.namespace, follow=self.settings.follow
-        )
+        """Open a call on its trajectory: index the prompt (int32[n]) and its seeds. ends: ids that end the output.
+
+        What the memory can't take is said in the call's `problems`; the call goes on without drafts then.
+        """
+        problems = list(request.problems)
+        try:
+            trajectory = self.book.open(
+                request.scope, request.trajectory, prompt, request.namespace, follow=self.settings.follow
+            )
+        except AgentSpecError as error:
+            problems.append(str(error))
+            return self._begin_without_memory(prompt, max_output, ends, problems)
+        memory = trajectory.memory
+        try:
+            context = memory.extend(prompt, request.spans)
+        except AgentSpecError as error:
+            problems.append(str(error))
+            self.book.close(trajectory, None)
+            return self._begin_without_memory(prompt, max_output, ends, problems)
+        try:
+            for piece in request.seeds:
+                memory.seed(piece)
+            for text in request.seed_texts:
+                if self._tokenize is not None:
+                    memory.seed_text(text, self._tokenize)
+        except AgentSpecError as error:
+            problems.append(f"seeds: {error}")
+        self.proposer.begin(context)
         if trajectory.policy is None:
             trajectory.policy = WidthPolicy(self.curve, self.widths[-1] - 1)
-        memory = trajectory.memory
-        context = memory.extend(prompt, request.spans)
-        for piece in request.seeds:
-            memory.seed(piece)
-        for text in request.seed_texts:
-            if self._tokenize is not None:
-                memory.seed_text(text, self._tokenize)
+        return Call(trajectory, context, trajectory.policy, max_output, ends, reason, problems)
+
+    def _begin_without_memory(
+        self, prompt: np.ndarray, max_output: int, ends: Collection[int], problems: list[str]
+    ) -> Call:
+        memory = TrajectoryMemory()
+        context = memory.extend(np.maximum(prompt[-64:], 0))
         self.proposer.begin(context)
-        return Call(trajectory, context, trajectory.policy, max_output, ends, reason)
+        policy = WidthPolicy(self.curve, 0)
+        trajectory = Trajectory("", "", (None, ""), memory, named=True)
+        trajectory.open_calls = 1
+        return Call(trajectory, context, policy, max_output, ends, "no_memory", problems)
 
     def take(self, call: Call, tokens: Sequence[int]) -> None:
         """Tokens that the last step emitted, in order. What comes after an end token is not part of the output."""

@@ -167,7 +167,6 @@ class AgentSpecWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
-        tokenizer = getattr(self._target_worker, "tokenizer", None)
         self.drafter = Drafter(
             self.settings,
             vocabulary=self.model_runner.model_config.vocab_size,
@@ -175,7 +174,7 @@ class AgentSpecWorker(BaseSpecWorker):
             widest=self.speculative_num_draft_tokens,
             max_rows=self.model_runner.max_running_requests,
             trees=self.topk > 1,
-            tokenize=None if tokenizer is None else lambda t: tokenizer.encode(t, add_special_tokens=False),
+            tokenizer=getattr(self._target_worker, "tokenizer", None),
         )
         self.drafter.warm_up()  # numba, before the server says that it is ready
 
@@ -387,15 +386,15 @@ class AgentSpecWorker(BaseSpecWorker):
         )
         # One entry, at the first output token: it is sent once (managers/scheduler_components/output_streamer.py).
         told = {
-            "drafts": reason is None,
+            "drafts": call.reason is None,
             "trajectory": call.trajectory.id,
             "joined_by": settings.joined_by,
             "held_tokens": int(call.context.held),
         }
-        if reason is not None:
-            told["reason"] = reason
-        if settings.problems:
-            told["problems"] = list(settings.problems)
+        if call.reason is not None:
+            told["reason"] = call.reason
+        if call.problems:
+            told["problems"] = list(call.problems)
         if request.customized_info is None:
             request.customized_info = {}
         request.customized_info["agentspec"] = [told]

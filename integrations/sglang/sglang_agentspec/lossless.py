@@ -23,6 +23,7 @@ REASONS = {
     "sampling_mask": "the verifier reports no sampling masks",
     "hidden_states": "the verify forward captures no hidden states",
     "switched_off": "the request asked for no drafts",
+    "no_memory": "the memory has no room for this request; see the response's problems",
     "no_token_ids": "the prompt came as embeddings, so there is nothing to copy from",
 }
 

@@ -73,8 +73,8 @@ class PluginSettings:
                 given["cost_curve"] = {int(n): float(v) for n, v in given["cost_curve"].items()}
                 CostCurve(given["cost_curve"])
             settings = cls(**given)
-            if not float(settings.memory_mb) > 0:
-                raise InvalidRequestError(f"memory_mb: needed > 0, got {settings.memory_mb!r}")
+            if not float(settings.memory_mb) * 1e6 >= 2**20:
+                raise InvalidRequestError(f"memory_mb: needed at least 1.05 (1 MiB), got {settings.memory_mb!r}")
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{VARIABLE}: {error}") from error
         except (TypeError, ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Which trajectory a request belongs to, and the memories of all of them within one byte budget.
+"""Which trajectory a request belongs to. Their memories lie in one MemoryStore, within its byte budget.
 
 A request that names its trajectory gets that one, inside its scope. One that names none is followed by its prompt:
 if the prompt begins with everything that an unnamed trajectory of the same scope has seen (its last prompt and its
@@ -6,14 +6,13 @@ last output, its final end-of-sequence token aside), it is that trajectory's nex
 that is joined is in the prompt already. So two users with the same first prompt are never merged, a common system
 prompt joins nobody, and a trajectory that has gone on can't be claimed by an older prefix of it.
 
-Deterministic: what is evicted depends on the order of calls and on sizes, never on a clock; under tensor
-parallelism every rank decides alike. May import nothing from sglang.
+Deterministic: a function of the calls made, never of a clock; under tensor parallelism every rank decides alike.
+May import nothing from sglang.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,50 +22,50 @@ from agentspec.memory import MemoryStore, TrajectoryMemory
 
 __all__ = ["Trajectory", "TrajectoryBook"]
 
+Key = tuple[str | None, str]  # of the store: namespace, id
+End = tuple[str, int, bytes]  # where a next call can join: scope, length, digest
+
 
 class Trajectory:
     """One trajectory: its memory, and how many of its calls are running."""
 
-    __slots__ = ("end", "id", "memory", "named", "namespace", "open_calls", "policy", "scope", "size")
+    __slots__ = ("end", "id", "key", "memory", "named", "open_calls", "policy", "scope")
 
-    def __init__(self, scope: str, id: str, memory: TrajectoryMemory, namespace: str | None, named: bool) -> None:
+    def __init__(self, scope: str, id: str, key: Key, memory: TrajectoryMemory, named: bool) -> None:
         self.scope = scope
         self.id = id
+        self.key = key
         self.memory = memory
-        self.namespace = namespace
         self.named = named
         self.open_calls = 0
         self.policy: WidthPolicy | None = None  # shared by its calls: what drafting gained in the last one
-        self.size = 0  # the memory's bytes when its last call closed
-        self.end: tuple[str, int, bytes] | None = None  # where a next call can join: scope, length, digest
+        self.end: End | None = None
 
 
 class TrajectoryBook:
-    """All trajectories of one scheduler process, least recently used first. Not thread-safe: one thread schedules.
+    """All trajectories of one scheduler process. Not thread-safe: one thread schedules.
 
-    budget: bytes that their memories may take. A trajectory with a running call is never evicted.
+    budget: bytes that their memories may take; MemoryStore evicts, least recently used first.
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.evicted = 0
+        self.store = MemoryStore(budget)
+        self._made = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget everything (SGLang's flush_cache)."""
-        self._store = MemoryStore()
-        self._trajectories: OrderedDict[tuple[str, str, str | None], Trajectory] = OrderedDict()
-        self._ends: dict[tuple[str, int, bytes], list[Trajectory]] = {}
+        self.store.clear()
+        self._trajectories: dict[Key, Trajectory] = {}
+        self._ends: dict[End, list[Trajectory]] = {}
         self._lengths: dict[str, dict[int, int]] = {}  # scope -> length of a joinable end -> how many
-        self._made = 0
-        self._total = 0  # of all sizes
 
     def __len__(self) -> int:
-        return len(self._trajectories)
+        return len(self.store)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.memory.nbytes for t in self._trajectories.values())
+        return self.store.nbytes
 
     def open(
         self,
@@ -76,27 +75,29 @@ class TrajectoryBook:
         namespace: str | None = None,
         follow: bool = True,
     ) -> Trajectory:
-        """The trajectory of a call that begins with `prompt` (int32[n]); held until close().
+        """The trajectory of a call that begins with `prompt` (int32[n]); extend its memory at once, close() it once.
 
-        follow: whether a call without a name may join the trajectory that its prompt extends.
+        follow: whether a call without a name may join the trajectory that its prompt extends. Raises
+        MemoryBudgetError if running calls leave no room.
         """
-        trajectory = None
-        if name is None:
-            trajectory = self._followed(scope, prompt) if follow else None
-            if trajectory is None:
+        found = self._followed(scope, prompt) if name is None and follow else None
+        if found is not None:
+            key, name = found.key, found.id
+        else:
+            if name is None:
                 self._made += 1
                 name = f"followed:{self._made}"
+            # The scope is in both parts, so that two tenants never share a memory nor a namespace.
+            key = None if namespace is None else repr((scope, namespace)), repr((scope, name))
+        memory = self.store.open(key[1], key[0])
+        trajectory = self._trajectories.get(key)
         if trajectory is None:
-            assert name is not None
-            key = (scope, name, namespace)
-            trajectory = self._trajectories.get(key)
-            if trajectory is None:
-                # The store's namespace carries the scope: two tenants never share one.
-                shared = None if namespace is None else f"{scope}/{namespace}"
-                memory = self._store.open(repr(key), shared)
-                trajectory = Trajectory(scope, name, memory, namespace, not name.startswith("followed:"))
-                self._trajectories[key] = trajectory
-        self._trajectories.move_to_end((scope, trajectory.id, trajectory.namespace))
+            self._prune()
+            trajectory = Trajectory(scope, name, key, memory, named=not name.startswith("followed:"))
+            self._trajectories[key] = trajectory
+        elif trajectory.memory is not memory:  # evicted since its last call
+            self._forget_end(trajectory)
+            trajectory.memory = memory
         self._forget_end(trajectory)
         trajectory.open_calls += 1
         return trajectory
@@ -105,43 +106,34 @@ class TrajectoryBook:
         """A call is over. seen: its prompt and output (int32[n]), without a final end token; None if it was
         aborted, so that nobody can join there."""
         trajectory.open_calls -= 1
-        if not trajectory.named and trajectory.open_calls == 0 and seen is not None and len(seen):
-            trajectory.end = (trajectory.scope, len(seen), _digest(seen))
-            self._ends.setdefault(trajectory.end, []).append(trajectory)
-            lengths = self._lengths.setdefault(trajectory.scope, {})
-            lengths[len(seen)] = lengths.get(len(seen), 0) + 1
-        size = trajectory.memory.nbytes
-        self._total += size - trajectory.size
-        trajectory.size = size
-        if self._total > self.budget:
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Evict least recently used trajectories without running calls until the budget is kept."""
-        for key, trajectory in list(self._trajectories.items()):
-            if self._total <= self.budget:
-                return
-            if trajectory.open_calls:
-                continue
-            self._total -= trajectory.size
-            self._forget_end(trajectory)
-            del self._trajectories[key]
-            self._store.forget(trajectory.memory.id, trajectory.memory.namespace)
-            self.evicted += 1
+        if trajectory.named or trajectory.open_calls or seen is None or not len(seen):
+            return
+        if self._trajectories.get(trajectory.key) is not trajectory:  # forgotten while the call ran
+            return
+        trajectory.end = (trajectory.scope, len(seen), _digest(seen))
+        self._ends.setdefault(trajectory.end, []).append(trajectory)
+        lengths = self._lengths.setdefault(trajectory.scope, {})
+        lengths[len(seen)] = lengths.get(len(seen), 0) + 1
 
     def _followed(self, scope: str, prompt: np.ndarray) -> Trajectory | None:
-        """The longest joinable end that `prompt` begins with. One hash of the prompt for each length held that
-        fits: a scope's lengths are few, and only calls that name no trajectory pay for it."""
+        """The longest joinable end that `prompt` begins with: one pass over the prompt, whatever is held."""
         lengths: Iterable[int] = self._lengths.get(scope, ())
-        fitting = sorted((n for n in lengths if n <= len(prompt)), reverse=True)
-        if not fitting:
-            return None
+        fitting = [n for n in lengths if n <= len(prompt)]
         digests = _prefix_digests(prompt, fitting)
-        for length in fitting:
-            found = self._ends.get((scope, length, digests[length]))
-            if found:
-                return found[0]  # the oldest of equals: what they hold is the same
+        for length in sorted(fitting, reverse=True):
+            for trajectory in self._ends.get((scope, length, digests[length]), ()):
+                if trajectory.key in self.store:  # the oldest of equals: what they hold is the same
+                    return trajectory
         return None
+
+    def _prune(self) -> None:
+        """Drop what the store has evicted, once that may be half of what is kept here."""
+        if len(self._trajectories) < 64 + 2 * len(self.store):
+            return
+        for key, trajectory in list(self._trajectories.items()):
+            if key not in self.store and not trajectory.open_calls:
+                self._forget_end(trajectory)
+                del self._trajectories[key]
 
     def _forget_end(self, trajectory: Trajectory) -> None:
         if trajectory.end is None:
