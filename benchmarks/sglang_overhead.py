@@ -192,24 +192,36 @@ class AgentSpec:
         self.worker._end(row.request.rid)
 
 
+class Lane:
+    """One place of a batch: runs the calls of one trajectory after another, so that none runs beside its successor."""
+
+    def __init__(self, worker: Any, trajectories: list[list[Call]]) -> None:
+        self.worker = worker
+        self.waiting = [call for calls in trajectories for call in calls if len(call.output) > 1]
+        self.row: Row | None = None
+
+    def ready(self) -> Row | None:
+        if self.row is not None and not self.row.left:
+            self.worker.end(self.row)
+            self.row = None
+        if self.row is None and self.waiting:
+            self.row = Row(self.waiting.pop(0))
+            self.worker.begin(self.row)
+        return self.row
+
+
 def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[str, dict[str, float]]:
     """Median microseconds a step, and tokens a step, of each worker at one batch size."""
+    by_id: dict[str, list[Call]] = {}
+    for call in calls:
+        by_id.setdefault(call.trajectory, []).append(call)
+    trajectories = list(by_id.values())
+    lanes = {w.name: [Lane(w, trajectories[i::size]) for i in range(size)] for w in workers}
     times: dict[str, list[float]] = {w.name: [] for w in workers}
     tokens = {w.name: 0.0 for w in workers}
-    rows_of: dict[str, list[Row]] = {w.name: [] for w in workers}
-    waiting = {w.name: list(reversed(calls)) for w in workers}
     for _ in range(steps):
         for worker in workers:
-            rows = rows_of[worker.name]
-            for row in [r for r in rows if not r.left]:
-                worker.end(row)
-                rows.remove(row)
-            while len(rows) < size and waiting[worker.name]:
-                call = waiting[worker.name].pop()
-                if len(call.output) < 2:
-                    continue
-                rows.append(Row(call))
-                worker.begin(rows[-1])
+            rows = [row for row in (lane.ready() for lane in lanes[worker.name]) if row is not None]
             if len(rows) < size:
                 continue
             lengths = [len(r.request.origin_input_ids) + len(r.request.output_ids) - 1 for r in rows]
@@ -225,8 +237,9 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
             for row, out in zip(rows, emitted, strict=True):
                 row.emit(out)
     for worker in workers:
-        for row in rows_of[worker.name]:
-            worker.end(row)
+        for lane in lanes[worker.name]:
+            if lane.row is not None:
+                worker.end(lane.row)
     return {
         name: {
             "median_us": round(statistics.median(t), 1),

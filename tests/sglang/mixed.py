@@ -51,7 +51,7 @@ def mixed_requests() -> list[dict[str, Any]]:
         body(prompt(21, 60), 24, regex="(ab|cd){3,6}", ignore_eos=False),
         body(prompt(22, 100), 40, logit_bias={"100": 5.0, "200": -5.0}),
         body(prompt(23, 100), 48, stop=["e"]),
-        body(prompt(24, 100), 48, stop_token_ids=list(range(0, VOCABULARY, 40))),
+        body(prompt(24, 100), 48, stop_token_ids=list(range(0, VOCABULARY, 40)), ignore_eos=False),
         body(prompt(25, 100), 48, session_id="one"),
         body(prompt(26, 100), 48, session_id="one", cache_salt="tenant"),
         body(prompt(27, 100), 48, custom_params={"agentspec_draft": False}),

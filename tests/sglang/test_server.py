@@ -1,6 +1,6 @@
 """The real SGLang server with AGENTSPEC, on two layers of random weights: what it says, and what it remembers.
 
-Three servers one after another: plain, AGENTSPEC without and with overlap scheduling.
+Four servers one after another: plain and AGENTSPEC, without and with overlap scheduling.
 """
 
 from __future__ import annotations
@@ -20,25 +20,35 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(900), pytest.mark.usefixtures(
 OPTIONS: dict[str, Any] = {"chunked_prefill_size": 512, "enable_custom_logit_processor": True}
 
 
+@pytest.fixture(scope="module", params=["sync", "overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "overlap")
+
+
 @pytest.fixture(scope="module")
-def plain(sglang_ready: None) -> list[dict[str, Any]]:
+def plain(sglang_ready: None, overlap: bool) -> list[dict[str, Any]]:
     """The 30 answers of a server started without speculation, one after another. The server is gone then."""
-    with Server("tiny", None, plugin=False, **OPTIONS) as server:
+    with Server("tiny", None, plugin=False, overlap=overlap, **OPTIONS) as server:
         return [server.post("/generate", request) for request in mixed_requests()]
 
 
-@pytest.fixture(scope="module", params=["sync", "overlap"])
-def server(request: pytest.FixtureRequest, plain: list[Any]) -> Iterator[Server]:
-    with Server("tiny", overlap=request.param == "overlap", **OPTIONS) as running:
+@pytest.fixture(scope="module")
+def server(plain: list[Any], overlap: bool) -> Iterator[Server]:
+    with Server("tiny", overlap=overlap, **OPTIONS) as running:
         yield running
+
+
+def penalised(request: dict[str, Any]) -> bool:
+    """SGLang counts a token for penalties one step late under overlap scheduling, with and without speculation
+    (managers/schedule_batch.py::cumulate_penalty_output_tokens), and by how much depends on what else runs."""
+    return any(k.endswith("_penalty") or k == "min_new_tokens" for k in request["sampling_params"])
 
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["meta_info"]["agentspec"][0]
 
 
-def test_mode_is_as_asked(server: Server, request: pytest.FixtureRequest) -> None:
-    overlap = "overlap" in request.node.callspec.id
+def test_mode_is_as_asked(server: Server, overlap: bool) -> None:
     assert ("AGENTSPEC ready" in server.log) and (f"{'overlap' if overlap else 'synchronous'} scheduling" in server.log)
     assert server.get("/server_info")["speculative_algorithm"] == "AGENTSPEC"
 
@@ -53,9 +63,12 @@ def test_greedy_output_equals_plain_one_by_one(server: Server, plain: list[Any])
     assert drafted > 50 and accepted > 20, "the drafts were hardly tried"
 
 
-def test_greedy_output_equals_plain_all_at_once(server: Server, plain: list[Any]) -> None:
-    answers = server.together(mixed_requests())
-    for number, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
+def test_greedy_output_equals_plain_all_at_once(server: Server, plain: list[Any], overlap: bool) -> None:
+    requests = mixed_requests()
+    answers = server.together(requests)
+    for number, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
+        if overlap and penalised(request):
+            continue
         assert outcome(answer) == outcome(expected), f"request {number}"
 
 
@@ -222,7 +235,7 @@ def test_output_ends_exactly_where_it_has_to(server: Server) -> None:
         assert answer["meta_info"]["completion_tokens"] == limit
     stop = full[40]
     first = full.index(stop)
-    answer = server.generate(ids, 64, session_id="ends", stop_token_ids=[stop])
+    answer = server.generate(ids, 64, session_id="ends", stop_token_ids=[stop], ignore_eos=False)
     assert answer["output_ids"] == full[: first + 1]
 
 
