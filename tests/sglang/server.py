@@ -1,7 +1,9 @@
-"""Starts, feeds and stops a real SGLang 0.5.23 server on the CPU. The servers' environment is setup_venv.py's."""
+"""Starts, feeds and stops a real SGLang 0.5.23 server on the CPU. The servers' environment is
+setup_venv.py's."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,12 +12,13 @@ import subprocess
 import tempfile
 import threading
 import time
-import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from tests.sglang.setup_venv import HERE, models_path, python_path, ready
 
@@ -47,9 +50,12 @@ def missing() -> str | None:
 
 
 def environment(folder: Path, plugin: bool = True, **extra: str) -> dict[str, str]:
-    """The server's environment: the rig and, with plugin, this checkout with its entry point, on PYTHONPATH."""
+    """The server's environment: the rig and, with plugin, this checkout with its entry point, on
+    PYTHONPATH."""
     paths = [str(HERE / "rig")]
     if plugin:
+        import tomllib  # Python 3.11, like the environment that this makes
+
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         info = folder / f"agentspec_decoding-{project['version']}.dist-info"
         info.mkdir(exist_ok=True)
@@ -100,7 +106,15 @@ class Server:
         if algorithm is not None:
             chosen["speculative-algorithm"] = algorithm
         path = model if "/" in model else str(models_path() / model)
-        command = [str(python_path()), "-m", "sglang.launch_server", "--model-path", path, "--port", str(self.port)]
+        command = [
+            str(python_path()),
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            path,
+            "--port",
+            str(self.port),
+        ]
         for name, value in chosen.items():
             if value is True:
                 command.append(f"--{name}")
@@ -150,10 +164,8 @@ class Server:
             pass
         except ProcessLookupError:
             pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(10)
         self._kept_log = self.log
         self._folder.cleanup()
@@ -180,7 +192,9 @@ class Server:
         with urllib.request.urlopen(self.url + route, timeout=30) as answer:
             return json.loads(answer.read())
 
-    def generate(self, ids: Sequence[int], max_new_tokens: int = 64, *, timeout: float = 240.0, **rest: Any) -> Any:
+    def generate(
+        self, ids: Sequence[int], max_new_tokens: int = 64, *, timeout: float = 240.0, **rest: Any
+    ) -> Any:
         """One /generate call; keyword arguments that SGLang knows as top-level fields stay there, others are
         sampling parameters. Greedy and to full length unless told."""
         return self.post("/generate", body(ids, max_new_tokens, **rest), timeout)

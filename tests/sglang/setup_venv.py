@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Set up the virtual environment with the real SGLang 0.5.23 on a CPU, and the models for its tests.
 
-    python tests/sglang/setup_venv.py            about 2 to 7 minutes and 2.8 GB the first time, nothing after that
+    python tests/sglang/setup_venv.py            about 2 to 7 minutes and 2.8 GB the first time, nothing
+    after that
 
-It lies outside the tree, at $AGENTSPEC_SGLANG_VENV, by default ~/.cache/agentspec/sglang-venv. It is made anew when
-requirements.txt or this file has changed. Needs Python 3.11. Prints the path of its interpreter at the end.
+It lies outside the tree, at $AGENTSPEC_SGLANG_VENV, by default ~/.cache/agentspec/sglang-venv. It is made
+anew when requirements.txt or this file has changed. Needs Python 3.11. Prints the path of its interpreter at
+the end.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SGLANG = "0.5.23"
+TORCH = "2.13.0"
 TORCHVISION = "0.28.0"  # imported only; rig/sitecustomize.py lets it import beside a CPU torch
 
 
@@ -56,17 +59,31 @@ def _python311() -> str:
         return sys.executable
     found = shutil.which("python3.11")
     if found is None:
-        sys.exit(f"needed Python 3.11 for SGLang {SGLANG}: run this script with it, or put python3.11 on the PATH")
+        sys.exit(
+            f"needed Python 3.11 for SGLang {SGLANG}: run this script with it, or put python3.11 on the PATH"
+        )
     return found
+
+
+def _install_torch(pip: list[str | Path]) -> None:
+    """The CPU build where one is to be had from the configured sources; else PyPI's, which may be large."""
+    try:
+        _run(*pip, "--retries", "1", f"torch=={TORCH}+cpu")
+    except subprocess.CalledProcessError:
+        print("No CPU build of torch at hand: PyPI's may bring several GB of CUDA libraries.", flush=True)
+        _run(*pip, f"torch=={TORCH}")
 
 
 def main() -> None:
     where = venv_path()
     if not ready():
         began = time.monotonic()
-        print(f"Setting up SGLang {SGLANG} for CPU tests at {where}: a few minutes, about 2.8 GB.", flush=True)
+        print(
+            f"Setting up SGLang {SGLANG} for CPU tests at {where}: a few minutes, about 2.8 GB.", flush=True
+        )
         _run(_python311(), "-m", "venv", "--clear", where)
-        pip = [python_path(), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip: list[str | Path] = [python_path(), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        _install_torch(pip)
         _run(*pip, "-r", HERE / "requirements.txt")
         _run(*pip, "--no-deps", f"torchvision=={TORCHVISION}", f"sglang=={SGLANG}")
         (where / "agentspec-stamp").write_text(_stamp())

@@ -1,4 +1,5 @@
-"""The drafter without a scheduler: what it takes, drafts, tells and forgets; lossless for any draft it sends."""
+"""The drafter without a scheduler: what it takes, drafts, tells and forgets; lossless for any draft it
+sends."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-
-from agentspec.drafting import Draft
 from sglang_agentspec.drafter import Call, Drafter, Step
 from sglang_agentspec.requests import RequestSettings
 from sglang_agentspec.settings import PluginSettings
+
+from agentspec.drafting import Draft
 
 pytestmark = pytest.mark.fast
 
@@ -69,7 +70,9 @@ def test_a_repeated_output_is_drafted() -> None:
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=60), st.lists(st.integers(0, 4), min_size=1, max_size=40))
+@given(
+    st.lists(st.integers(0, 4), min_size=2, max_size=60), st.lists(st.integers(0, 4), min_size=1, max_size=40)
+)
 def test_whatever_is_drafted_the_output_is_the_targets(output: list[int], prompt: list[int]) -> None:
     drafter = make()
     for _ in range(2):
@@ -111,7 +114,9 @@ def test_no_draft_is_deeper_than_what_may_still_be_emitted() -> None:
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     for limit in (4, 5, 6):
-        call = drafter.begin(RequestSettings(trajectory="session:x"), np.array([40, 41], np.int32), max_output=limit)
+        call = drafter.begin(
+            RequestSettings(trajectory="session:x"), np.array([40, 41], np.int32), max_output=limit
+        )
         drafter.take(call, output[:3])
         assert drafter.draft([call]).lengths[0] - 1 <= limit - 3 - 1
         drafter.end(call, output[:3])
@@ -120,7 +125,10 @@ def test_no_draft_is_deeper_than_what_may_still_be_emitted() -> None:
 def test_nothing_after_an_end_token_is_remembered() -> None:
     drafter = make()
     call = drafter.begin(
-        RequestSettings(trajectory="session:x"), np.array([1, 2], np.int32), max_output=50, ends=frozenset({9})
+        RequestSettings(trajectory="session:x"),
+        np.array([1, 2], np.int32),
+        max_output=50,
+        ends=frozenset({9}),
     )
     drafter.take(call, [5, 9, 7, 7])
     assert call.stopped and drafter.draft([call]).width == 1
@@ -206,8 +214,11 @@ def test_two_ranks_draft_alike() -> None:
     """Tensor parallelism: the same calls give the same drafts, evictions included."""
     source = np.random.default_rng(3)
     events = [
-        (int(source.integers(0, 6)), source.integers(0, VOCABULARY, int(source.integers(5, 6000))).tolist(),
-         source.integers(0, 5, 30).tolist())
+        (
+            int(source.integers(0, 6)),
+            source.integers(0, VOCABULARY, int(source.integers(5, 6000))).tolist(),
+            source.integers(0, 5, 30).tolist(),
+        )
         for _ in range(40)
     ]
     sent = []
@@ -220,7 +231,13 @@ def test_two_ranks_draft_alike() -> None:
             while len(emitted) < len(output):
                 drafter.take(call, new)
                 step = drafter.draft([call])
-                log.append((step.width, tuple(step.lengths), drafter.tree.tokens.tolist() if step.width > 1 else None))
+                log.append(
+                    (
+                        step.width,
+                        tuple(step.lengths),
+                        drafter.tree.tokens.tolist() if step.width > 1 else None,
+                    )
+                )
                 new = verify(drafter, step, 0, output[len(emitted) :])
                 emitted += new
             drafter.end(call, emitted)

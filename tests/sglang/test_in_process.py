@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -66,6 +67,6 @@ def test_a_chain_of_eight_calls_in_process(tmp_path: Path) -> None:
     assert [c["ids"] for c in ours] == [c["ids"] for c in plain]
     assert len({c["told"]["trajectory"] for c in ours}) == 1  # type: ignore[index]
     held = [c["told"]["held_tokens"] for c in ours]  # type: ignore[index]
-    assert held[0] == 0 and all(b > a for a, b in zip(held, held[1:], strict=False))
+    assert held[0] == 0 and all(b > a for a, b in itertools.pairwise(held))
     steps = [c["steps"] for c in ours]
     assert sum(steps) < 8 * 39  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from sglang_agentspec.lossless import REASONS, needs_plain_batch, reason_not_to_draft
 
 pytestmark = pytest.mark.fast
@@ -15,23 +14,23 @@ ALL = 1 << 30  # SGLang's top_k for the whole vocabulary
 
 
 def request(**changes: Any) -> SimpleNamespace:
-    params = dict(
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_new_tokens=0,
-        min_p=0.0,
-        top_k=1,
-        top_p=1.0,
-        sampling_seed=None,
-    )
-    whole: dict[str, Any] = dict(
-        custom_logit_processor=None,
-        return_sampling_mask=False,
-        return_hidden_states=False,
-        return_logprob=False,
-        input_embeds=None,
-    )
+    params = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "min_p": 0.0,
+        "top_k": 1,
+        "top_p": 1.0,
+        "sampling_seed": None,
+    }
+    whole: dict[str, Any] = {
+        "custom_logit_processor": None,
+        "return_sampling_mask": False,
+        "return_hidden_states": False,
+        "return_logprob": False,
+        "input_embeds": None,
+    }
     for name, value in changes.items():
         (params if name in params else whole)[name] = value
     return SimpleNamespace(sampling_params=SimpleNamespace(**params), **whole)

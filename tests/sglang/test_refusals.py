@@ -15,7 +15,8 @@ from tests.sglang.setup_venv import python_path
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600), pytest.mark.usefixtures("sglang_ready")]
 
-# SGLang resolves its arguments and runs every check of an algorithm before it loads anything: that much is enough.
+# SGLang resolves its arguments and runs every check of an algorithm before it loads anything: that much is
+# enough.
 _RESOLVE = """
 import sys
 from sglang.srt.plugins import load_plugins
@@ -28,9 +29,15 @@ print("RESOLVED", type(args).__name__)
 """
 
 
-def resolve(folder: Path, settings: str = '{"trees": true}', before: str = "", **options: Any) -> tuple[int, str]:
+def resolve(
+    folder: Path, settings: str = '{"trees": true}', before: str = "", **options: Any
+) -> tuple[int, str]:
     """(exit status, output) of SGLang's argument resolution with AGENTSPEC chosen."""
-    chosen = {**OPTIONS, "speculative-algorithm": "AGENTSPEC", **{k.replace("_", "-"): v for k, v in options.items()}}
+    chosen = {
+        **OPTIONS,
+        "speculative-algorithm": "AGENTSPEC",
+        **{k.replace("_", "-"): v for k, v in options.items()},
+    }
     command = [str(python_path()), "-c", before + _RESOLVE, "--model-path", str(models_path() / "tiny")]
     for name, value in chosen.items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)] if value is not None else []
@@ -65,10 +72,7 @@ def test_refused_with_the_remedy(tmp_path: Path, change: dict[str, Any], said: s
 
 
 def test_another_sglang_is_refused_by_name(tmp_path: Path) -> None:
-    before = (
-        "import sglang_agentspec as p\n"
-        "p.installed_sglang = lambda: '0.5.24'\n"
-    )
+    before = "import sglang_agentspec as p\np.installed_sglang = lambda: '0.5.24'\n"
     status, output = resolve(tmp_path, before=before)
     assert status != 0
     assert "AGENTSPEC is not available: needed SGLang 0.5.23, found 0.5.24" in output, output[-3000:]
@@ -82,7 +86,9 @@ def test_a_plugin_that_breaks_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_diagnosis_in_sglangs_environment(tmp_path: Path) -> None:
-    code = "from sglang_agentspec.diagnosis import diagnose\nfor f in diagnose(): print(f.ok, f.name, f.found)"
+    code = (
+        "from sglang_agentspec.diagnosis import diagnose\nfor f in diagnose(): print(f.ok, f.name, f.found)"
+    )
     done = subprocess.run(
         [str(python_path()), "-c", code],
         env={**environment(tmp_path), "SGLANG_PLUGINS": "other"},

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_agentspec.requests import read_settings
 
 from agentspec.memory import Source, Span
-from sglang_agentspec.requests import read_settings
 
 pytestmark = pytest.mark.fast
 
@@ -71,13 +71,24 @@ def test_what_cannot_be_used_is_said(custom: dict[str, Any], named: str) -> None
 
 @given(
     st.dictionaries(
-        st.sampled_from(["trajectory", "namespace", "draft", "seed_ids", "seed_texts", "spans"]).map("agentspec_".__add__),
+        st.sampled_from(["trajectory", "namespace", "draft", "seed_ids", "seed_texts", "spans"]).map(
+            "agentspec_".__add__
+        ),
         st.one_of(
-            st.none(), st.booleans(), st.integers(), st.text("aé 1", max_size=5), st.floats(),
-            st.lists(st.one_of(st.integers(-3, 3), st.text("aé 1", max_size=3), st.none(), st.integers()), max_size=7),
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.text("aé 1", max_size=5),
+            st.floats(),
+            st.lists(
+                st.one_of(st.integers(-3, 3), st.text("aé 1", max_size=3), st.none(), st.integers()),
+                max_size=7,
+            ),
         ),
     )
 )
 def test_nothing_a_request_says_raises(custom: dict[str, Any]) -> None:
     settings = read_settings(request(custom), 5, 100)
-    assert all(isinstance(piece, np.ndarray) and piece.min() >= 0 and piece.max() < 100 for piece in settings.seeds)
+    assert all(
+        isinstance(piece, np.ndarray) and piece.min() >= 0 and piece.max() < 100 for piece in settings.seeds
+    )

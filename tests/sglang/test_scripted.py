@@ -1,7 +1,8 @@
 """Recorded agent trajectories through the real scheduler: a model whose logits are scripted emits them.
 
-The plugin's verify steps have to be those of a teacher-forced replay of the same calls with the same library: the
-scheduler may add nothing and lose nothing. Beside it, in the same run, SGLang's NGRAM as shipped.
+The plugin's verify steps have to be those of a teacher-forced replay of the same calls with the same
+library: the scheduler may add nothing and lose nothing. Beside it, in the same run, SGLang's NGRAM as
+shipped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from sglang_agentspec.drafter import Drafter
 from sglang_agentspec.requests import RequestSettings
 from sglang_agentspec.settings import PluginSettings
+
 from tests.sglang.server import Server, body, models_path, steps
 from tests.sglang.traces import FAMILIES, Call, load_calls, traces_path
 
@@ -61,7 +62,7 @@ def request(call: Call) -> dict[str, Any]:
 
 
 def replay(calls: list[Call]) -> list[tuple[int, int, int]]:
-    """(steps, sent, accepted) of each call, teacher-forced: what the plugin's own parts do without a scheduler."""
+    """(steps, sent, accepted) of each call, teacher-forced: the plugin's own parts without a scheduler."""
     settings = PluginSettings(cost_curve={int(n): v for n, v in CURVE.items()})
     drafter = Drafter(
         settings, vocabulary=49152, curve=settings.curve("cpu"), widest=WIDEST, max_rows=1, trees=True
@@ -106,7 +107,9 @@ def _verify(drafter: Drafter, step: Any, truth: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["sync", "overlap"])
-def answers(request: pytest.FixtureRequest, calls: list[Call], script: Path) -> Iterator[list[dict[str, Any]]]:
+def answers(
+    request: pytest.FixtureRequest, calls: list[Call], script: Path
+) -> Iterator[list[dict[str, Any]]]:
     with Server(
         "scripted",
         overlap=request.param == "overlap",

@@ -1,4 +1,5 @@
-"""The real SGLang server with AGENTSPEC, on two layers of random weights: what it says, and what it remembers.
+"""The real SGLang server with AGENTSPEC, on two layers of random weights: what it says, and what it
+remembers.
 
 Four servers one after another: plain and AGENTSPEC, without and with overlap scheduling.
 """
@@ -39,8 +40,9 @@ def server(plain: list[Any], overlap: bool) -> Iterator[Server]:
 
 
 def penalised(request: dict[str, Any]) -> bool:
-    """SGLang counts a token for penalties one step late under overlap scheduling, with and without speculation
-    (managers/schedule_batch.py::cumulate_penalty_output_tokens), and by how much depends on what else runs."""
+    """SGLang counts a token for penalties one step late under overlap scheduling, with and without
+    speculation (managers/schedule_batch.py::cumulate_penalty_output_tokens); how many it misses depends on
+    what else runs."""
     return any(k.endswith("_penalty") or k == "min_new_tokens" for k in request["sampling_params"])
 
 
@@ -49,7 +51,9 @@ def told(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_mode_is_as_asked(server: Server, overlap: bool) -> None:
-    assert ("AGENTSPEC ready" in server.log) and (f"{'overlap' if overlap else 'synchronous'} scheduling" in server.log)
+    assert ("AGENTSPEC ready" in server.log) and (
+        f"{'overlap' if overlap else 'synchronous'} scheduling" in server.log
+    )
     assert server.get("/server_info")["speculative_algorithm"] == "AGENTSPEC"
 
 
@@ -108,15 +112,15 @@ def test_a_repeated_call_takes_fewer_steps(server: Server) -> None:
 
 
 def test_chain_of_eight_calls_keeps_its_memory(server: Server) -> None:
-    history = prompt(60, 150)
+    history, name, length = prompt(60, 150), "", 0
     for call in range(8):
         answer = server.generate(history, 24)
         if call:
             assert told(answer)["held_tokens"] == length, "the call didn't join its trajectory"
             assert told(answer)["trajectory"] == name
         assert told(answer)["joined_by"] == "prompt"
-        name = told(answer)["trajectory"]
-        length = len(history) + 24
+        told(answer)["trajectory"]
+        len(history) + 24
         history = history + answer["output_ids"] + prompt(61 + call, 30)
 
 
@@ -128,7 +132,10 @@ def test_users_with_the_same_first_prompt_are_not_merged(server: Server) -> None
     next_a = server.generate(shared + a["output_ids"] + [77] * 5, 16)
     next_b = server.generate(shared + b["output_ids"] + [99] * 5, 16)
     assert told(next_a)["trajectory"] != told(next_b)["trajectory"]
-    assert {told(next_a)["trajectory"], told(next_b)["trajectory"]} == {told(a)["trajectory"], told(b)["trajectory"]}
+    assert {told(next_a)["trajectory"], told(next_b)["trajectory"]} == {
+        told(a)["trajectory"],
+        told(b)["trajectory"],
+    }
 
 
 def test_a_shared_system_prompt_joins_nobody(server: Server) -> None:
@@ -152,7 +159,8 @@ def test_a_canary_of_one_tenant_is_never_drafted_for_another(server: Server) -> 
     assert told(b1)["held_tokens"] == 0
     assert steps(b1) == steps(none), "B got what somebody without a history gets"
     both = [
-        body(opening + canary, 48, session_id="same", cache_salt=f"tenant-{t}") for t in ("a", "d", "a", "d", "e", "e")
+        body(opening + canary, 48, session_id="same", cache_salt=f"tenant-{t}")
+        for t in ("a", "d", "a", "d", "e", "e")
     ]
     for answer in server.together(both):
         assert answer["output_ids"] == a1["output_ids"]
@@ -167,7 +175,9 @@ def test_seeds_travel_with_the_call_they_serve(server: Server) -> None:
     seeded = server.generate(start, 48, session_id="seeded", custom_params=seeds)
     assert seeded["output_ids"] == known
     assert steps(seeded)[0] <= 16
-    wrong = server.generate(start, 8, custom_params={"agentspec_seed_ids": [VOCABULARY], "agentspec_colour": 1})
+    wrong = server.generate(
+        start, 8, custom_params={"agentspec_seed_ids": [VOCABULARY], "agentspec_colour": 1}
+    )
     assert wrong["output_ids"] == known[:8]
     problems = told(wrong)["problems"]
     assert any("agentspec_seed_ids" in p for p in problems) and any("agentspec_colour" in p for p in problems)
@@ -185,7 +195,9 @@ def test_seeds_travel_with_the_call_they_serve(server: Server) -> None:
         ({}, None),
     ],
 )
-def test_a_response_says_whether_it_was_drafted(server: Server, sampling: dict[str, Any], reason: str | None) -> None:
+def test_a_response_says_whether_it_was_drafted(
+    server: Server, sampling: dict[str, Any], reason: str | None
+) -> None:
     ids = prompt(100, 60)
     server.generate(ids, 24, session_id="reasons")
     answer = server.generate(ids, 24, session_id="reasons", **sampling)
@@ -195,8 +207,8 @@ def test_a_response_says_whether_it_was_drafted(server: Server, sampling: dict[s
 
 
 def test_sampling_on_a_cpu_samples(server: Server) -> None:
-    """SGLang's verification is greedy on a CPU; a sampled request must get the sampler's tokens all the same, also
-    beside requests that are drafted."""
+    """SGLang's verification is greedy on a CPU; a sampled request must get the sampler's tokens all the
+    same, also beside requests that are drafted."""
     ids = prompt(101, 60)
     server.generate(ids, 48, session_id="beside")
     sampled = [body(ids, 24, temperature=1.5) for _ in range(5)]
@@ -218,7 +230,9 @@ def test_custom_logit_processor_is_applied(server: Server) -> None:
 
 def test_grammar_output_validates_while_drafted(server: Server) -> None:
     ids = prompt(103, 40)
-    answers = [server.generate(ids, 60, session_id="json", json_schema=SCHEMA, ignore_eos=False) for _ in range(3)]
+    answers = [
+        server.generate(ids, 60, session_id="json", json_schema=SCHEMA, ignore_eos=False) for _ in range(3)
+    ]
     assert len({a["text"] for a in answers}) == 1
     if answers[0]["meta_info"]["finish_reason"]["type"] == "stop":
         json.loads(answers[0]["text"])
@@ -256,7 +270,10 @@ def test_abort_midstream_leaves_the_server_and_the_memory_right(server: Server) 
     stream.close()
     assert got[-1]["output_ids"] == whole[: len(got[-1]["output_ids"])]
     deadline = time.monotonic() + 60
-    while server.get("/server_info")["internal_states"][0].get("num_running_reqs", 0) and time.monotonic() < deadline:
+    while (
+        server.get("/server_info")["internal_states"][0].get("num_running_reqs", 0)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.2)
     answer = server.generate(ids, 200, session_id="aborted")
     assert answer["output_ids"] == whole
@@ -273,5 +290,7 @@ def test_flush_forgets(server: Server) -> None:
 
 def test_nothing_went_wrong_in_the_log(server: Server) -> None:
     """Last of the module: the scheduler met no exception of ours, and no draft was refused."""
-    ours = [line for line in server.log.splitlines() if "sglang_agentspec" in line or "IntegrityError" in line]
+    ours = [
+        line for line in server.log.splitlines() if "sglang_agentspec" in line or "IntegrityError" in line
+    ]
     assert not ours, ours[:20]

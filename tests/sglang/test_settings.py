@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from agentspec.errors import InvalidRequestError, UnknownOptionError
 from sglang_agentspec import diagnosis
 from sglang_agentspec.backends import tree_width
 from sglang_agentspec.drafter import padded_curve
 from sglang_agentspec.settings import VARIABLE, PluginSettings
+
+from agentspec.errors import InvalidRequestError, UnknownOptionError
 
 pytestmark = pytest.mark.fast
 
@@ -28,8 +28,17 @@ def test_defaults_and_values() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["{", "[]", "3", {"memory_mb": 0}, {"memory_mb": "x"}, {"widths": 3}, {"widths": ["x"]}, {"cost_curve": {"2": 1}},
-     {"cost_curve": [1]}],
+    [
+        "{",
+        "[]",
+        "3",
+        {"memory_mb": 0},
+        {"memory_mb": "x"},
+        {"widths": 3},
+        {"widths": ["x"]},
+        {"cost_curve": {"2": 1}},
+        {"cost_curve": [1]},
+    ],
 )
 def test_what_cannot_be_used_names_the_variable(value: object) -> None:
     with pytest.raises(InvalidRequestError, match=VARIABLE):
@@ -62,7 +71,12 @@ def test_a_step_costs_what_its_width_costs() -> None:
 
 def choose(wanted: bool | None = None, **options: object) -> int:
     given = {
-        "attention": "flashinfer", "prefill": None, "decode": None, "verify_on_prefill": True, "page_size": 1, **options,
+        "attention": "flashinfer",
+        "prefill": None,
+        "decode": None,
+        "verify_on_prefill": True,
+        "page_size": 1,
+        **options,
     }
     return tree_width(wanted, **given)  # type: ignore[arg-type]
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from sglang_agentspec.trajectories import TrajectoryBook
 
 pytestmark = pytest.mark.fast
@@ -16,7 +15,9 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def run_call(book: TrajectoryBook, prompt: np.ndarray, output: np.ndarray, scope: str = "", name: str | None = None):
+def run_call(
+    book: TrajectoryBook, prompt: np.ndarray, output: np.ndarray, scope: str = "", name: str | None = None
+):
     trajectory = book.open(scope, name, prompt)
     context = trajectory.memory.extend(prompt)
     trajectory.memory.append(context, output)

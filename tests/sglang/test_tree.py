@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_agentspec.tree import VerifyTree, pack
 
 from agentspec.drafting import Draft
-from sglang_agentspec.tree import VerifyTree, pack
 
 pytestmark = pytest.mark.fast
 
@@ -80,7 +80,9 @@ def test_packed_tree_is_the_drafts(given_drafts: list[Draft], width: int) -> Non
 )
 def test_what_no_verifier_may_be_given_is_left_out(tokens: list[int], parents: list[int], fault: str) -> None:
     n = len(tokens)
-    bad = Draft(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(n, np.float32), np.zeros(n, np.int8))
+    bad = Draft(
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(n, np.float32), np.zeros(n, np.int8)
+    )
     good = Draft.chain([3, 4])
     tree = VerifyTree(2, 8)
     [(row, said)] = pack(tree, [50, 60], [bad, good], 8, 100)

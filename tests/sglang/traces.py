@@ -1,7 +1,9 @@
-"""Calls of real trajectories (../shared/traces) as token ids, for the scripted model. The project never contains them."""
+"""Calls of real trajectories (../shared/traces) as token ids, for the scripted model. The project never
+contains them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -23,13 +25,18 @@ class Call:
 
 
 def traces_path() -> Path | None:
-    """Where the traces lie, or None: $AGENTSPEC_TRACES, else ../shared/traces beside the checkout or above it."""
+    """Where the traces lie, or None: $AGENTSPEC_TRACES, else ../shared/traces beside the checkout or above
+    it."""
     given = os.environ.get("AGENTSPEC_TRACES")
-    candidates = [Path(given)] if given else [p / "shared" / "traces" for p in (ROOT.parent, ROOT.parent.parent)]
+    candidates = (
+        [Path(given)] if given else [p / "shared" / "traces" for p in (ROOT.parent, ROOT.parent.parent)]
+    )
     return next((p for p in candidates if (p / "tau.open.jsonl").exists()), None)
 
 
-def load_calls(tokenizer: Any, family: str, trajectories: int, longest: int = 6000, most_calls: int = 8) -> list[Call]:
+def load_calls(
+    tokenizer: Any, family: str, trajectories: int, longest: int = 6000, most_calls: int = 8
+) -> list[Call]:
     """The calls of a family's first trajectories, ChatML with tool calls as the traces' README says.
 
     Calls whose prompt and output exceed `longest` tokens end their trajectory.
@@ -64,10 +71,8 @@ def _text(message: dict[str, Any]) -> str:
         function = call.get("function", call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)
-            except ValueError:
-                pass
         made = json.dumps({"name": function.get("name"), "arguments": arguments})
         parts.append(f"<tool_call>\n{made}\n</tool_call>")
     return "\n".join(p for p in parts if p)

@@ -4,8 +4,9 @@ SGLang finds it by the entry point group `sglang.srt.plugins` once the package i
 
     sglang serve --model-path ... --speculative-algorithm AGENTSPEC
 
-Works with SGLang 0.5.23 and no other version: it relies on that version's internals (internals.py), and where it
-finds another it registers an AGENTSPEC that refuses to start and says so. Settings: settings.py. What a request may
+Works with SGLang 0.5.23 and no other version: it relies on that version's internals (internals.py), and
+where it finds another it registers an AGENTSPEC that refuses to start and says so. Settings: settings.py.
+What a request may
 say: requests.py. Why it is right on GPUs: DESIGN.md.
 """
 
@@ -22,10 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """SGLang's plugin hook: make AGENTSPEC known in this process. Never raises, since SGLang would only log it."""
+    """SGLang's plugin hook: make AGENTSPEC known in this process. Never raises, since SGLang would only log
+    it."""
     version = installed_sglang()
     if version != SUPPORTED_SGLANG:
-        _register_refusal(f"needed SGLang {SUPPORTED_SGLANG}, found {version}: pip install sglang=={SUPPORTED_SGLANG}")
+        _register_refusal(
+            f"needed SGLang {SUPPORTED_SGLANG}, found {version}: pip install sglang=={SUPPORTED_SGLANG}"
+        )
         return
     try:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -44,7 +48,8 @@ def register() -> None:
 
 
 def _register_refusal(reason: str) -> None:
-    """An AGENTSPEC that refuses to start with the reason; without it SGLang says only that it knows no such name."""
+    """An AGENTSPEC that refuses to start with the reason; without it SGLang says only that it knows no such
+    name."""
     from agentspec.errors import UnsupportedModelError
 
     logger.error("AGENTSPEC is not available: %s", reason)
@@ -61,4 +66,6 @@ def _register_refusal(reason: str) -> None:
             raise AssertionError("unreachable")
 
     except Exception:
-        logger.exception("AGENTSPEC: this SGLang lets no algorithm be registered; --speculative-algorithm AGENTSPEC fails")
+        logger.exception(
+            "AGENTSPEC: this SGLang lets no algorithm be registered; --speculative-algorithm AGENTSPEC fails"
+        )

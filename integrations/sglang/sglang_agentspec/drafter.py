@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Call:
-    """One running request. taken: how many of its output tokens its memory has; reason: why it is not drafted."""
+    """One running request. taken: how many of its output tokens its memory has; reason: why it is not
+    drafted."""
 
     __slots__ = (
         "context",
@@ -86,8 +87,8 @@ class Drafter:
     """See the module's docstring.
 
     vocabulary: size of the target's; curve: its v(n); widest: the widest verify step; max_rows: the largest
-    batch; trees: whether more than chains can be verified; tokenizer: the target's, with transformers' interface,
-    for seeds given as text and for proposers that ask what a token is.
+    batch; trees: whether more than chains can be verified; tokenizer: the target's, with transformers'
+    interface, for seeds given as text and for proposers that ask what a token is.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ class Drafter:
         ends: Collection[int] = (),
         reason: str | None = None,
     ) -> Call:
-        """Open a call on its trajectory: index the prompt (int32[n]) and its seeds. ends: ids that end the output.
+        """Open a call on its trajectory: index the prompt (int32[n]) and its seeds. ends: ids that end the
+        output.
 
         What the memory can't take is said in the call's `problems`; the call goes on without drafts then.
         """
@@ -170,7 +172,8 @@ class Drafter:
         return Call(trajectory, context, policy, max_output, ends, "no_memory", problems)
 
     def take(self, call: Call, tokens: Sequence[int]) -> None:
-        """Tokens that the last step emitted, in order. What comes after an end token is not part of the output."""
+        """Tokens that the last step emitted, in order. What comes after an end token is not part of the
+        output."""
         ids = np.array(tokens, dtype=np.int32)
         call.taken += len(ids)
         if call.stopped:
@@ -225,7 +228,8 @@ class Drafter:
                 self.proposer.learn(call.context)
 
     def end(self, call: Call, delivered: Sequence[int] | None) -> None:
-        """The call is over. delivered: its whole output as the client got it, or None if that isn't known any more.
+        """The call is over. delivered: its whole output as the client got it, or None if that isn't known
+        any more.
 
         A call's last tokens may not have been taken yet; a final end token is no place to join at.
         """
@@ -236,7 +240,9 @@ class Drafter:
         self.proposer.end(call.context)
         if delivered is not None:
             kept = len(delivered)
-            if kept < len(call.context.output):  # under overlap, what came after a stop string was taken already
+            if kept < len(
+                call.context.output
+            ):  # under overlap, what came after a stop string was taken already
                 memory.truncate(call.context, kept)
             if kept and delivered[kept - 1] in call.ends:
                 kept -= 1
@@ -268,8 +274,8 @@ class Drafter:
         self._refused += 1
         if self._refused == 1:
             logger.error(
-                "agentspec: the proposer %r returned a draft with %s; it was not sent, nor are others like it "
-                "(said once). The output is not affected.",
+                "agentspec: the proposer %r returned a draft with %s; it was not sent, nor are others like "
+                "it (said once). The output is not affected.",
                 self.proposer.name,
                 fault,
             )
@@ -277,9 +283,9 @@ class Drafter:
 
 @dataclass(frozen=True)
 class PaddedCurve(CostCurve):
-    """v(n) where a step of n tokens runs as the narrowest verify width that holds it (only those are built)."""
+    """v(n) where a step of n tokens runs as the narrowest verify width that holds it: no other is built."""
 
-    raw: CostCurve = CostCurve({1: 1.0})
+    raw: CostCurve | None = None
     widths: tuple[int, ...] = ()
     _batches: dict[int, CostCurve] = field(default_factory=dict, repr=False, compare=False)
 
@@ -288,6 +294,7 @@ class PaddedCurve(CostCurve):
             return self
         curve = self._batches.get(batch_size)
         if curve is None:  # tabulating takes about a millisecond, and batches change all the time
+            assert self.raw is not None
             points = _padded(self.raw, self.widths, batch_size)
             curve = self._batches[batch_size] = CostCurve(points, name=self.name)
         return curve

@@ -1,7 +1,8 @@
-"""Everything of the plugin that touches SGLang's internals, as they are in 0.5.23: the algorithm and its worker.
+"""Everything of the plugin that touches SGLang's internals, as they are in 0.5.23: the algorithm and its
+worker.
 
-Imported by SGLang's processes only, after __init__.register() has checked the version. DESIGN.md beside this file
-argues why it is right on GPUs. References below are to files under `sglang/srt`.
+Imported by SGLang's processes only, after __init__.register() has checked the version. DESIGN.md beside this
+file argues why it is right on GPUs. References below are to files under `sglang/srt`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.observability.req_time_stats import set_time_batch
-from sglang.srt.runtime_context import get_context, get_schedule, get_spec
+from sglang.srt.runtime_context import attn_dp_enabled_of, get_context, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_utils import eagle_sample
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -50,13 +51,14 @@ __all__ = ["AgentSpecAlgorithm", "AgentSpecWorker"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_WIDTH = 16
-# Verification takes the argmax on these, whatever the temperature (speculative/eagle_utils.py::_verify_uses_greedy).
+# Verification takes the argmax on these, whatever the temperature
+# (speculative/eagle_utils.py::_verify_uses_greedy).
 _GREEDY_VERIFIER = is_cpu() or is_xpu() or is_hip()
 
 
 class AgentSpecAlgorithm(CustomSpecAlgo):
-    """AGENTSPEC takes NGRAM's place wherever the scheduler and the model runner ask: the relay of accepted tokens,
-    the verify input, no draft KV (speculative/spec_info.py)."""
+    """AGENTSPEC takes NGRAM's place wherever the scheduler and the model runner ask: the relay of accepted
+    tokens, the verify input, no draft KV (speculative/spec_info.py)."""
 
     def is_ngram(self) -> bool:
         return True
@@ -86,30 +88,35 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
 
     def handle_server_args(self, args: Any) -> None:
-        """Every check of `arg_groups/speculative_hook.py::_handle_ngram`, and ours. Assignments are recorded."""
+        """Every check of `arg_groups/speculative_hook.py::_handle_ngram`, and ours. Assignments are
+        recorded."""
         settings = PluginSettings.from_environment()
         if args.device not in ("cuda", "cpu", "xpu"):
             raise InvalidRequestError(f"AGENTSPEC: needed --device cuda, cpu or xpu, got {args.device}")
-        if args.enable_dp_attention:
+        if attn_dp_enabled_of(args):
             raise InvalidRequestError(
-                "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave --enable-dp-attention out"
+                "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave "
+                "--enable-dp-attention out"
             )
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(args, name) != 1.0:
                 option = "--" + name.replace("_", "-")
-                raise InvalidRequestError(f"AGENTSPEC: {option} below 1 changes what the model says: leave it out")
+                raise InvalidRequestError(
+                    f"AGENTSPEC: {option} below 1 changes what the model says: leave it out"
+                )
         if SIMULATE_ACC_LEN > 0:
             raise InvalidRequestError("AGENTSPEC: SGLANG_SIMULATE_ACC_LEN invents tokens: unset it")
         if args.speculative_ngram_external_corpus_path is not None:
             raise InvalidRequestError(
-                "AGENTSPEC: --speculative-ngram-external-corpus-path belongs to NGRAM: send seeds with a request"
+                "AGENTSPEC: --speculative-ngram-external-corpus-path belongs to NGRAM: send seeds with a "
+                "request"
             )
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_WIDTH
         if args.speculative_num_draft_tokens < 2:
             raise InvalidRequestError(
-                "AGENTSPEC: --speculative-num-draft-tokens counts the last token too, so it has to be 2 at least, "
-                f"got {args.speculative_num_draft_tokens}"
+                "AGENTSPEC: --speculative-num-draft-tokens counts the last token too, so it has to be 2 at "
+                f"least, got {args.speculative_num_draft_tokens}"
             )
         settings.verify_widths(args.speculative_num_draft_tokens)
         if args.device == "cpu" and not settings.cpu_overlap:
@@ -127,7 +134,9 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
         )
         if args.speculative_num_steps is None:
             # Only the KV reserve reads it (mem_cache/allocation_sizing.py): steps * topk <= draft tokens.
-            args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // args.speculative_eagle_topk)
+            args.speculative_num_steps = max(
+                1, args.speculative_num_draft_tokens // args.speculative_eagle_topk
+            )
 
 
 @dataclass(slots=True)
@@ -181,8 +190,8 @@ class AgentSpecWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Attention backend and decode graphs for each verify width, and for plain decoding.
 
-        After `eagle_worker_v2.py::build_adaptive_runtime_state`: backends size their metadata when they are made,
-        graphs are captured for one width, and both are swapped together.
+        After `eagle_worker_v2.py::build_adaptive_runtime_state`: backends size their metadata when they are
+        made, graphs are captured for one width, and both are swapped together.
         """
         super().init_cuda_graphs()
         runner = self.model_runner
@@ -251,7 +260,13 @@ class AgentSpecWorker(BaseSpecWorker):
             self._last_seen[request.rid] = self._forwards
         self._sweep()
         return self._result(
-            batch, result, tokens, self._spread(tokens, rows, 1), accept_lens, batch.seq_lens.clone(), width=None
+            batch,
+            result,
+            tokens,
+            self._spread(tokens, rows, 1),
+            accept_lens,
+            batch.seq_lens.clone(),
+            width=None,
         )
 
     def _plain(self, batch: ScheduleBatch, calls: list[Call], on_publish: Any) -> GenerationBatchResult:
@@ -276,7 +291,9 @@ class AgentSpecWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         accept_lens = torch.ones(rows, dtype=torch.int32, device=self.device)
-        out = self._result(batch, result, tokens, self._spread(tokens, rows, 1), accept_lens, new_seq_lens, width=1)
+        out = self._result(
+            batch, result, tokens, self._spread(tokens, rows, 1), accept_lens, new_seq_lens, width=1
+        )
         out.cap_lens = torch.ones(rows, dtype=torch.int32, device=self.device)
         return out
 
@@ -296,7 +313,9 @@ class AgentSpecWorker(BaseSpecWorker):
             draft_token=nodes[0],
             custom_mask=self._mask(batch, torch.from_numpy(tree.mask.copy())),
             positions=(nodes[3].view(rows, width) + seq_lens.view(rows, 1)).flatten(),
-            retrieve_index=torch.arange(rows * width, dtype=torch.int64, device=self.device).view(rows, width),
+            retrieve_index=torch.arange(rows * width, dtype=torch.int64, device=self.device).view(
+                rows, width
+            ),
             retrieve_next_token=nodes[1].view(rows, width),
             retrieve_next_sibling=nodes[2].view(rows, width),
             draft_token_num=width,
@@ -317,7 +336,9 @@ class AgentSpecWorker(BaseSpecWorker):
         predict, accept_lens, accept_index = eagle_sample(
             verify, batch, result.logits_output, grammar, watermark_state=watermark
         )
-        if sampled is not None:  # their roots have no children: nothing was accepted, only the token is replaced
+        if (
+            sampled is not None
+        ):  # their roots have no children: nothing was accepted, only the token is replaced
             at = torch.tensor(plain, dtype=torch.int64, device=self.device)
             predict[at * width] = sampled[at].to(predict.dtype)
         new_seq_lens = seq_lens + accept_lens
@@ -373,7 +394,8 @@ class AgentSpecWorker(BaseSpecWorker):
     # ---- calls ------------------------------------------------------------------------------------
 
     def _begin(self, request: Any) -> Call:
-        """First sight of a request: index its whole prompt, and tell its response what will be done for it."""
+        """First sight of a request: index its whole prompt, and tell its response what will be done for
+        it."""
         prompt = np.array(request.origin_input_ids_unpadded, dtype=np.int32)
         settings = read_settings(request, len(prompt), self.drafter.vocabulary)
         reason = reason_not_to_draft(request, _GREEDY_VERIFIER) if settings.draft else "switched_off"
@@ -384,7 +406,8 @@ class AgentSpecWorker(BaseSpecWorker):
             ends=_ends(request),
             reason=reason,
         )
-        # One entry, at the first output token: it is sent once (managers/scheduler_components/output_streamer.py).
+        # One entry, at the first output token: it is sent once
+        # (managers/scheduler_components/output_streamer.py).
         told = {
             "drafts": call.reason is None,
             "trajectory": call.trajectory.id,
@@ -406,8 +429,8 @@ class AgentSpecWorker(BaseSpecWorker):
         """Bring each call's memory up to the tokens that came, and close those that left the batch.
 
         Under overlap scheduling a step's result may not be processed yet: its tokens are in spec_info, not in
-        output_ids. They may also be in both, where a prefill ran in between. The sequence length says which: it
-        counts all tokens but the last.
+        output_ids. They may also be in both, where a prefill ran in between. The sequence length says which:
+        it counts all tokens but the last.
         """
         lengths = batch.seq_lens_cpu.tolist()
         relayed: list[list[int]] | None = None
@@ -457,8 +480,8 @@ class AgentSpecWorker(BaseSpecWorker):
     def _sweep(self) -> None:
         """Close calls whose end nobody reported: finished in their prefill, or aborted while they waited.
 
-        Called at prefills only. The second kind is known by its long absence, counted in forwards: alike on all
-        ranks. Should one come back after all, it begins anew.
+        Called at prefills only. The second kind is known by its long absence, counted in forwards: alike on
+        all ranks. Should one come back after all, it begins anew.
         """
         for rid in list(self.calls):
             if self._requests[rid].finished():
@@ -474,7 +497,8 @@ class AgentSpecWorker(BaseSpecWorker):
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _slots(self, batch: ScheduleBatch, width: int) -> torch.Tensor:
-        """The KV slots behind each request's tokens, reserved by `eagle_utils.py::eagle_prepare_for_decode`."""
+        """The KV slots behind each request's tokens, reserved by
+        `eagle_utils.py::eagle_prepare_for_decode`."""
         return assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=batch.req_to_token_pool.req_to_token,
@@ -486,9 +510,11 @@ class AgentSpecWorker(BaseSpecWorker):
         )
 
     def _mask(self, batch: ScheduleBatch, tree: torch.Tensor) -> torch.Tensor:
-        """CPU: the drafts' own mask. GPU: for each request [width, seq_len + width], flattened, one after another.
+        """CPU: the drafts' own mask. GPU: for each request [width, seq_len + width], flattened, one after
+        another.
 
-        One host pass over the rows' lengths, two kernels, whatever the batch (stock NGRAM runs three a request).
+        One host pass over the rows' lengths, two kernels, whatever the batch (stock NGRAM runs three a
+        request).
         """
         rows, width, _ = tree.shape
         if is_cpu():
@@ -497,7 +523,12 @@ class AgentSpecWorker(BaseSpecWorker):
         starts = torch.cumsum(width * (lengths + width), 0) - width * (lengths + width)
         line = torch.arange(width).view(1, width, 1)
         column = torch.arange(width).view(1, 1, width)
-        place = starts.view(rows, 1, 1) + line * (lengths.view(rows, 1, 1) + width) + lengths.view(rows, 1, 1) + column
+        place = (
+            starts.view(rows, 1, 1)
+            + line * (lengths.view(rows, 1, 1) + width)
+            + lengths.view(rows, 1, 1)
+            + column
+        )
         total = int((width * (lengths + width)).sum())
         mask = torch.ones(total, dtype=torch.bool, device=self.device)
         mask[self._to_device(place.flatten())] = self._to_device(tree.flatten())
@@ -525,7 +556,8 @@ class AgentSpecWorker(BaseSpecWorker):
     def _sample_plainly(
         self, batch: ScheduleBatch, logits_output: LogitsProcessorOutput, rows: int, width: int
     ) -> torch.Tensor:
-        """int[rows]: SGLang's ordinary sampler on the roots' logits, before the verifier changes them in place."""
+        """int[rows]: SGLang's ordinary sampler on the roots' logits, before the verifier changes them in
+        place."""
         roots = logits_output.next_token_logits.view(rows, width, -1)[:, 0].clone()
         output = LogitsProcessorOutput(next_token_logits=roots)
         info = batch.sampling_info
@@ -535,8 +567,8 @@ class AgentSpecWorker(BaseSpecWorker):
     # ---- runners by width -------------------------------------------------------------------------
 
     def _keeps_states(self) -> bool:
-        """Models with recurrent state: plain steps go through the verify path too, which alone is known to commit
-        that state under speculation (spec_utils.py::commit_mamba_states_after_verify)."""
+        """Models with recurrent state: plain steps go through the verify path too, which alone is known to
+        commit that state under speculation (spec_utils.py::commit_mamba_states_after_verify)."""
         from sglang.srt.configs.hybrid_arch import mambaish_config
 
         return mambaish_config(self.model_runner.model_config) is not None

@@ -16,7 +16,7 @@ REASONS = {
     "penalties": "frequency, presence and repetition penalties are shared by all positions of a draft",
     "min_new_tokens": "the end token stays masked for all positions of a draft, or for none",
     "min_p": "the tree verifier has no min-p",
-    "top_k_and_top_p": "the verifier applies top-k, then top-p to what is left; the sampler applies both to all",
+    "top_k_and_top_p": "the verifier applies top-k, then top-p to what is left; the sampler both to all",
     "sampling_on_this_device": "verification is greedy on this device, whatever the temperature",
     "seeded_sampling": "a seed draws other tokens in the verifier than in the sampler",
     "custom_logit_processor": "the verifier runs no custom logit processors",

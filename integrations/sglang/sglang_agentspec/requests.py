@@ -1,18 +1,19 @@
 """What a request says to the plugin, read from SGLang's own fields. May import nothing from sglang.
 
-SGLang carries `session_id`, `cache_salt` and `extra_key` at a request's top level and `custom_params` among its
-sampling parameters; all of them reach every rank with the broadcast request. `custom_params` may hold scalars and
-flat lists only, hence the flat forms below:
+SGLang carries `session_id`, `cache_salt` and `extra_key` at a request's top level and `custom_params` among
+its sampling parameters; all of them reach every rank with the broadcast request. `custom_params` may hold
+scalars and flat lists only, hence the flat forms below:
 
     agentspec_trajectory    str, the trajectory where there is no session_id
     agentspec_namespace     str, share earlier outputs with other trajectories that name it, inside the scope
     agentspec_draft         bool, False: no drafts for this request
     agentspec_seed_ids      list[int], token ids to hold as draft material; -1 separates pieces
     agentspec_seed_texts    list[str], the same as text, tokenised here without special tokens
-    agentspec_spans         list[int], (start, end, source) triples that cut the prompt into messages, in order
+    agentspec_spans         list[int], (start, end, source) triples that cut the prompt into messages, in
+    order
 
-The scope is who may see what is remembered: `cache_salt` and `extra_key`, with which SGLang itself keeps tenants'
-prefix caches apart. Nothing is ever shared across scopes.
+The scope is who may see what is remembered: `cache_salt` and `extra_key`, with which SGLang itself keeps
+tenants' prefix caches apart. Nothing is ever shared across scopes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PREFIX = "agentspec_"
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """scope: tenant; trajectory: its id inside the scope, None if the request names none; joined_by: which field
-    named it; problems: what was said and could not be used, for the response."""
+    """scope: tenant; trajectory: its id inside the scope, None if the request names none; joined_by: which
+    field named it; problems: what was said and could not be used, for the response."""
 
     scope: str = ""
     trajectory: str | None = None
@@ -48,7 +49,8 @@ class RequestSettings:
 
 
 def read_settings(request: Any, prompt_length: int, vocabulary: int) -> RequestSettings:
-    """Read SGLang's Req. Never raises: a server can't die of a request; what is wrong goes into `problems`."""
+    """Read SGLang's Req. Never raises: a server can't die of a request; what is wrong goes into
+    `problems`."""
     problems: list[str] = []
     params = request.sampling_params.custom_params
     own = {k[len(_PREFIX) :]: v for k, v in params.items() if str(k).startswith(_PREFIX)} if params else {}
@@ -86,7 +88,7 @@ def _pieces(given: Any, vocabulary: int, problems: list[str]) -> tuple[np.ndarra
         flat = np.asarray(given)
         if flat.ndim != 1 or (len(flat) and not np.issubdtype(flat.dtype, np.integer)):
             raise ValueError("needed a flat list of token ids")
-        if len(flat) and not (-1 <= int(flat.min()) and int(flat.max()) < vocabulary):
+        if len(flat) and not (int(flat.min()) >= -1 and int(flat.max()) < vocabulary):
             raise ValueError(f"needed ids below {vocabulary}, -1 between pieces")
     except (ValueError, OverflowError) as error:
         problems.append(f"agentspec_seed_ids: {error}")
@@ -99,7 +101,11 @@ def _pieces(given: Any, vocabulary: int, problems: list[str]) -> tuple[np.ndarra
 def _texts(given: Any, problems: list[str]) -> tuple[str, ...]:
     if given is None:
         return ()
-    if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(t, str) for t in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Iterable)
+        or not all(isinstance(t, str) for t in given)
+    ):
         problems.append("agentspec_seed_texts: needed a list of strings")
         return ()
     return tuple(given)
@@ -112,9 +118,7 @@ def _spans(given: Any, length: int, problems: list[str]) -> tuple[Span, ...] | N
         flat = [int(x) for x in given]
         if len(flat) % 3:
             raise ValueError("needed (start, end, source) triples")
-        spans = tuple(
-            Span(flat[i], flat[i + 1], Source(flat[i + 2])) for i in range(0, len(flat), 3)
-        )
+        spans = tuple(Span(flat[i], flat[i + 1], Source(flat[i + 2])) for i in range(0, len(flat), 3))
         at = 0
         for span in spans:
             if not at <= span.start <= span.end <= length:

@@ -33,7 +33,8 @@ class PluginSettings:
     proposer:   "match" or "mixture"
     proposer_settings: that proposer's own keyword arguments
     memory_mb:  megabytes (10^6 bytes) that all trajectory memories of one scheduler process may take together
-    widths:     verify widths (draft tokens + 1) to build; empty: powers of two up to --speculative-num-draft-tokens
+    widths:     verify widths (draft tokens + 1) to build; empty: powers of two up to
+    --speculative-num-draft-tokens
     trees:      None: where the attention backend honours the mask; False: chains only. True is refused
                 where chains are all that is right
     follow:     join a request that names no trajectory to the one whose prompt and output it extends
@@ -74,7 +75,9 @@ class PluginSettings:
                 CostCurve(given["cost_curve"])
             settings = cls(**given)
             if not float(settings.memory_mb) * 1e6 >= 2**20:
-                raise InvalidRequestError(f"memory_mb: needed at least 1.05 (1 MiB), got {settings.memory_mb!r}")
+                raise InvalidRequestError(
+                    f"memory_mb: needed at least 1.05 (1 MiB), got {settings.memory_mb!r}"
+                )
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{VARIABLE}: {error}") from error
         except (TypeError, ValueError, AttributeError) as error:
@@ -86,7 +89,9 @@ class PluginSettings:
         if self.widths:
             wrong = [w for w in self.widths if not 2 <= w <= widest]
             if wrong:
-                raise InvalidRequestError(f"widths: needed 2..{widest} (--speculative-num-draft-tokens), got {wrong}")
+                raise InvalidRequestError(
+                    f"widths: needed 2..{widest} (--speculative-num-draft-tokens), got {wrong}"
+                )
             return tuple(sorted({*self.widths, widest}))
         powers = {1 << k for k in range(1, widest.bit_length()) if 1 << k < widest}
         return tuple(sorted({*powers, widest}))

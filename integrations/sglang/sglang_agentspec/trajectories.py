@@ -1,13 +1,14 @@
 """Which trajectory a request belongs to. Their memories lie in one MemoryStore, within its byte budget.
 
-A request that names its trajectory gets that one, inside its scope. One that names none is followed by its prompt:
-if the prompt begins with everything that an unnamed trajectory of the same scope has seen (its last prompt and its
-last output, its final end-of-sequence token aside), it is that trajectory's next call. Nothing leaks by that: all
-that is joined is in the prompt already. So two users with the same first prompt are never merged, a common system
-prompt joins nobody, and a trajectory that has gone on can't be claimed by an older prefix of it.
+A request that names its trajectory gets that one, inside its scope. One that names none is followed by its
+prompt: if the prompt begins with everything that an unnamed trajectory of the same scope has seen (its last
+prompt and its last output, its final end-of-sequence token aside), it is that trajectory's next call.
+Nothing leaks by that: all that is joined is in the prompt already. So two users with the same first prompt
+are never merged, a common system prompt joins nobody, and a trajectory that has gone on can't be claimed by
+an older prefix of it.
 
-Deterministic: a function of the calls made, never of a clock; under tensor parallelism every rank decides alike.
-May import nothing from sglang.
+Deterministic: a function of the calls made, never of a clock; under tensor parallelism every rank decides
+alike. May import nothing from sglang.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class TrajectoryBook:
         namespace: str | None = None,
         follow: bool = True,
     ) -> Trajectory:
-        """The trajectory of a call that begins with `prompt` (int32[n]); extend its memory at once, close() it once.
+        """The trajectory of a call that begins with `prompt` (int32[n]); extend its memory at once, close()
+        it once.
 
         follow: whether a call without a name may join the trajectory that its prompt extends. Raises
         MemoryBudgetError if running calls leave no room.

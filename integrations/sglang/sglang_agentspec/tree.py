@@ -1,8 +1,8 @@
 """Drafts of a batch -> the arrays of one verify step, all of one width. May import numpy and numba only.
 
-Row b of a batch: node 0 is the request's last token (the root), nodes 1..k its draft, the rest is padding: the
-root's token again, reachable by no link, so that it is never accepted, and attending causally, so that it is
-valid whatever the attention backend does.
+Row b of a batch: node 0 is the request's last token (the root), nodes 1..k its draft, the rest is padding:
+the root's token again, reachable by no link, so that it is never accepted, and attending causally, so that
+it is valid whatever the attention backend does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["VerifyTree", "pack"]
 class VerifyTree:
     """The arrays, allocated once for the largest batch; `rows` and `width` say how much of them is in use.
 
-    tokens, next_token, next_sibling, depth: int64[rows, width]. next_token is a node's first child, next_sibling
-    the next child of its parent, -1: none. mask: bool[rows, width, width], node i sees node j.
+    tokens, next_token, next_sibling, depth: int64[rows, width]. next_token is a node's first child,
+    next_sibling the next child of its parent, -1: none. mask: bool[rows, width, width], node i sees node j.
     """
 
     __slots__ = ("_mask", "_nodes", "rows", "width")
@@ -35,7 +35,8 @@ class VerifyTree:
 
     @property
     def nodes(self) -> np.ndarray:
-        """int64[4, rows * width]: tokens, next_token, next_sibling and depth, for one transfer to the device."""
+        """int64[4, rows * width]: tokens, next_token, next_sibling and depth, for one transfer to the
+        device."""
         return self._nodes[:, : self.rows * self.width]
 
     @property

@@ -1,4 +1,5 @@
-"""Lets PyPI's torchvision import beside a CPU-only torch: declares the one operator it registers unconditionally."""
+"""Lets PyPI's torchvision import beside a CPU-only torch: declares the one operator it registers
+unconditionally."""
 
 import sys
 

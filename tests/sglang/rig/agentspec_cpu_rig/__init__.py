@@ -1,4 +1,5 @@
-"""What the tests add to SGLang on a CPU: an attention backend that honours the verify mask, and the scripted model.
+"""What the tests add to SGLang on a CPU: an attention backend that honours the verify mask, and the scripted
+model.
 
 Loaded by SGLang's own plugin mechanism, because this folder is on PYTHONPATH in the server's environment.
 """

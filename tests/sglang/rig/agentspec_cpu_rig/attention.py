@@ -7,7 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class MaskedTorchNativeBackend(TorchNativeAttnBackend):
-    """Adds TARGET_VERIFY with SGLang's CPU convention: custom_mask is bool[bs * n * n], drafts against drafts."""
+    """Adds TARGET_VERIFY with SGLang's CPU convention: custom_mask is bool[bs * n * n], drafts against
+    drafts."""
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if not forward_batch.forward_mode.is_target_verify():

@@ -1,10 +1,11 @@
-"""A model whose logits are scripted: it emits recorded outputs, so that real trajectories run through the scheduler.
+"""A model whose logits are scripted: it emits recorded outputs, so that real trajectories run through the
+scheduler.
 
-The script is a JSON file named by AGENTSPEC_RIG_SCRIPT: {"end": id, "calls": [{"prompt": [ids], "output": [ids]}, ...]}.
-A request whose prompt is one of them gets that call's output, whatever is drafted: the row at position p of a request
-puts all weight on the token that was recorded at p + 1. Two calls with one prompt are served in the script's order.
-Any other prompt gets the end token. Chunked prefill works; prefix caching has to be off, since the model knows a
-prompt only by seeing all of it.
+The script is a JSON file named by AGENTSPEC_RIG_SCRIPT: {"end": id, "calls": [{"prompt": [ids], "output":
+[ids]}, ...]}. A request whose prompt is one of them gets that call's output, whatever is drafted: the row at
+position p of a request puts all weight on the token that was recorded at p + 1. Two calls with one prompt
+are served in the script's order. Any other prompt gets the end token. Chunked prefill works; prefix caching
+has to be off, since the model knows a prompt only by seeing all of it.
 """
 
 import hashlib
@@ -65,7 +66,10 @@ class ScriptedForCausalLM(nn.Module):
         slots = forward_batch.req_pool_indices.tolist()
         if mode.is_extend() and not mode.is_target_verify():
             self._read_prompts(input_ids, forward_batch)
-            rows = [(slot, length - 1) for slot, length in zip(slots, forward_batch.seq_lens.tolist(), strict=True)]
+            rows = [
+                (slot, length - 1)
+                for slot, length in zip(slots, forward_batch.seq_lens.tolist(), strict=True)
+            ]
         else:
             each = len(input_ids) // max(1, len(slots))
             rows = [(slots[i // each], p) for i, p in enumerate(positions.tolist())]

@@ -2,8 +2,9 @@
 
 The real SGLang 0.5.23 imports a handful of CPU symbols from it when SGLANG_USE_CPU_ENGINE=1. Here they are in
 plain torch and numpy: exact, not fast. Argument names and order are those of SGLang's call sites
-(`sglang/kernels/ops/speculative/*.py`, `sglang/kernels/ops/kvcache/cache_move.py`, `sglang/srt/mem_cache/allocation.py`).
-What this suite never reaches raises NotImplementedError, so that nothing is silently approximated.
+(`sglang/kernels/ops/speculative/*.py`, `sglang/kernels/ops/kvcache/cache_move.py`,
+`sglang/srt/mem_cache/allocation.py`). What this suite never reaches raises NotImplementedError, so that
+nothing is silently approximated.
 """
 
 import ctypes
