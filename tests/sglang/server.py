@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomllib
 
 from tests.sglang.setup_venv import HERE, models_path, python_path, ready
 
