@@ -184,7 +184,8 @@ class _StockCache(KVCache):
         end = self.step_start + len(rows)
         if list(rows) != list(range(len(rows))):
             index = torch.tensor([self.step_start + r for r in rows])
-            for layer in self.cache.layers:
+            layers: list[Any] = self.cache.layers
+            for layer in layers:
                 for states in (layer.keys, layer.values):
                     states[..., self.step_start : end, :] = states.index_select(-2, index.to(states.device))
         self.tree = False

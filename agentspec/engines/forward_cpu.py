@@ -164,14 +164,15 @@ class PackedLinear(nn.Module):
         rows = flat.shape[0]
         if rows < self.min_rows:
             flat = nn.functional.pad(flat, (0, 0, 0, self.min_rows - rows))
-        y = torch.ops.mkldnn._linear_pointwise(flat, self.packed, self.bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self.packed, self.bias, "none", [], "")
         if rows < self.min_rows:
             y = y[:rows]
         return y.view(*x.shape[:-1], self.out_features)
 
     def weight(self) -> torch.Tensor:
         """The dense weight again, as it was."""
-        return self.packed.to_dense()
+        dense: torch.Tensor = self.packed.to_dense()
+        return dense
 
     def prove_rows(self) -> int | None:
         """The fewest rows from which a row's bits depend neither on how many go with it nor on its place; or None."""
@@ -209,9 +210,9 @@ class RowwiseActivation(nn.Module):
             rows = nn.functional.pad(rows, (0, -width % self.VECTOR))
         at_once = max(1, (self.PIECE - 1) // rows.shape[1])
         if len(rows) <= at_once:
-            y = self.inner(rows.contiguous())
+            y: torch.Tensor = self.inner(rows.contiguous())
         else:
-            y = torch.cat([self.inner(piece.contiguous()) for piece in rows.split(at_once)])
+            y = torch.cat([self.inner(piece.contiguous()) for piece in torch.split(rows, at_once)])
         return y[:, :width].view(x.shape) if width == y.shape[1] else y[:, :width].reshape(x.shape)
 
 
@@ -294,7 +295,8 @@ class PackedForward(Forward):
 
     def _find_operators(self) -> None:
         for name in ("_reorder_linear_weight", "_linear_pointwise"):
-            if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, name):
+            available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            if not available or not hasattr(torch.ops.mkldnn, name):
                 raise NotPackable("this torch has no packed linears")
 
     def _adopt_attention(self) -> None:
@@ -381,7 +383,8 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
 
     if type(module) not in (nn.Linear, Conv1D) or module.weight is None or module.weight.dtype != torch.float32:
         return None
-    weight: torch.Tensor = module.weight.detach()
+    held: Any = module.weight
+    weight: torch.Tensor = held.detach()
     return weight if type(module) is nn.Linear else weight.t().contiguous()
 
 
@@ -408,7 +411,7 @@ def _passing_cache(layers: int, length: int) -> Any:
     """What transformers' modules see as the cache: it tells the length and hands the new keys and values through."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
-    class Passing(CacheLayerMixin):
+    class Passing(CacheLayerMixin):  # type: ignore[no-untyped-call]
         is_sliding = False
 
         def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -426,4 +429,4 @@ def _passing_cache(layers: int, length: int) -> Any:
         def get_max_length(self) -> int:
             return -1
 
-    return Cache(layers=[Passing() for _ in range(layers)])
+    return Cache(layers=[Passing() for _ in range(layers)])  # type: ignore[no-untyped-call]

@@ -54,6 +54,15 @@ def _config(kind: str) -> Any:
     }[kind]()  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """These models are too small for more; on a busy machine a second thread is mostly waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 PACKED = ("llama", "llama-odd", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2")
 _models: dict[str, Any] = {}
 _forwards: dict[tuple[str, bool], Forward] = {}
