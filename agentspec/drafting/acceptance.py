@@ -20,7 +20,7 @@ _PRIOR_WEIGHT = 4.0
 _FORGET = 400.0  # a cell's counts are halved here: recent behaviour wins
 
 
-# Bucket of an agreement length; beyond the last bound all are alike, so the table is cut there and draws on its end.
+# Bucket of an agreement length. Beyond the last bound all are alike: a copy is looked up from _FAR on then.
 _LONGEST = 4096
 _BUCKETS = np.searchsorted(_BOUNDS, np.arange(_LONGEST))
 _FAR = int(_BOUNDS[-1]) + 1
@@ -43,8 +43,8 @@ class AcceptanceTable:
         return int(self._accepted.nbytes + self._total.nbytes + self._edges.nbytes)
 
     def chain(self, agreement: int, source: int, count: int) -> np.ndarray:
-        """float64[count], count up to 4,000: the path probability of each of `count` copied tokens that follow
-        `agreement` tokens."""
+        """float64[count], count up to 4,000: the path probability of each of `count` copied tokens that
+        follow `agreement` tokens."""
         start = min(agreement, _FAR)
         edges: np.ndarray = self._edges[source].take(_BUCKETS[start : start + count])
         return edges.cumprod()
