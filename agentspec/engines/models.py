@@ -86,7 +86,7 @@ def find(name: str | os.PathLike[str]) -> ModelSource:
             return ModelSource(text, "gguf", str(gguf))
         return ModelSource(text, "hub", SMOLLM2_HUB)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"model {text!r}: needed a model directory, but it has no config.json")
         return ModelSource(text, "directory", str(path))
