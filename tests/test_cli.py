@@ -96,8 +96,11 @@ class TestDoctor:
         assert "pip install opentelemetry-sdk" in captured.out and "opentelemetry-sdk" in captured.err
 
     def test_another_sglang_is_said(self, monkeypatch):
+        from sglang_agentspec import diagnosis
+
         real = doctor._version
         monkeypatch.setattr(doctor, "_version", lambda p: "0.6.0" if p == "sglang" else real(p))
+        monkeypatch.setattr(diagnosis, "installed_sglang", lambda: "0.6.0")
         finding = next(f for f in doctor.examine() if f.subject == "sglang")
         assert finding.state == "missing" and "0.6.0" in finding.text and "0.5.23" in finding.remedy
 
