@@ -4,7 +4,8 @@
     ├── InvalidRequestError (ValueError)     the caller's input can't be served
     │   ├── ContextLengthError               prompt or prompt + max_tokens beyond the model's context
     │   ├── UnknownOptionError               an option nobody here knows
-    │   └── ChatTemplateError                the model's chat template refuses these messages
+    │   ├── ChatTemplateError                the model's chat template refuses these messages
+    │   └── GrammarError                     a grammar, schema or regex that can't be honoured
     ├── ModelError
     │   ├── ModelNotFoundError               no such model here, and it could not be fetched
     │   ├── ModelLoadError                   found, but it can't be loaded (damaged file, unknown format)
@@ -34,6 +35,7 @@ __all__ = [
     "ContextLengthError",
     "EngineClosedError",
     "EngineError",
+    "GrammarError",
     "IntegrityError",
     "InvalidRequestError",
     "MemoryBudgetError",
@@ -70,6 +72,10 @@ class UnknownOptionError(InvalidRequestError):
 
 class ChatTemplateError(InvalidRequestError):
     """The model has no chat template, or its template refuses these messages."""
+
+
+class GrammarError(InvalidRequestError):
+    """A grammar, JSON schema or regex that can't be honoured as it is, or not with the request's other options."""
 
 
 class ModelError(AgentSpecError):

@@ -13,6 +13,10 @@ Used by the engines. May import memory; the tokenizer is passed in.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,14 +25,23 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.chat import formats
+from agentspec.chat.formats.base import ToolFormat
+from agentspec.chat.formats.response_template import ResponseTemplate
 from agentspec.chat.history import History, OutputRecord, align
+from agentspec.chat.parser import Thoughts
+from agentspec.chat.tool_prompt import without_tools
 from agentspec.errors import ChatTemplateError, InvalidRequestError
 from agentspec.memory import Source, Span
 
 __all__ = ["ChatTemplate", "RenderedChat"]
 
 Message = Mapping[str, Any]
+# The messages as the template gets them, each with the message that it stands for.
+_Laid = list[tuple[dict[str, Any], Message]]
 
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_TAKES_TEXT = re.compile(r"arguments\s+is\s+(?:not\s+)?(?:string|mapping)")
 _TOOL_ROLES = frozenset({"tool", "function", "ipython", "environment"})
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SEAM = 4  # tokens on each side of a splice that its decoding is checked with
@@ -63,9 +76,10 @@ class ChatTemplate:
     Thread-safe.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_format: str | ToolFormat | None = None) -> None:
         self.tokenizer = tokenizer
         self._cache = _EncodingCache(tokenizer)
+        self._asked_format = formats.get(tool_format) if isinstance(tool_format, str) else tool_format
 
     def render(
         self,
@@ -81,10 +95,121 @@ class ChatTemplate:
         template or the template refuses them.
         """
         chat = _checked(messages)
-        options = {"tools": list(tools) if tools else None, **(template_options or {})}
-        text = self._apply(chat, options)
-        parts = self._parts(chat, text, options)
+        options = dict(template_options or {})
+        if self.renders_tools:
+            options["tools"] = list(tools) if tools else None
+            laid: _Laid = [(self._with_arguments(message), message) for message in chat]
+            text = self._apply([told for told, _ in laid], options)
+        else:
+            laid, text = self._told(chat, list(tools or ()), options)
+        parts = self._parts(laid, text, options)
         return self._tokenise(text, parts, history)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The text's ids, as it stands."""
+        return tuple(self._cache.encode(text)[0].tolist())
+
+    # ---- what the template can do ---------------------------------------------------------------
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The template's text; "" where the model has none."""
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    @functools.cached_property
+    def renders_tools(self) -> bool:
+        """Offered tools reach the prompt. Where they don't, they are told in the system message
+        (tool_prompt.py).
+        """
+        name = "agentspec_probe"
+        tool = {
+            "type": "function",
+            "function": {"name": name, "description": name, "parameters": _NO_PARAMETERS},
+        }
+        try:
+            return name in self._apply([{"role": "user", "content": "Hi"}], {"tools": [tool]})
+        except ChatTemplateError:
+            return "tools" in self.source
+
+    @functools.cached_property
+    def _renders_results(self) -> bool:
+        """Messages of the role "tool" reach the prompt."""
+        chat = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hi"},
+            {"role": "tool", "content": "agentspec_probe"},
+        ]
+        try:
+            return "agentspec_probe" in self._apply(chat, {})
+        except ChatTemplateError:
+            return False
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat:
+        """How this model writes tool calls. Raises InvalidRequestError where the template doesn't tell."""
+        if self._asked_format is not None:
+            return self._asked_format
+        spec = getattr(self.tokenizer, "response_template", None)
+        if spec is not None:
+            special = getattr(self.tokenizer, "all_special_tokens", ())
+            return ResponseTemplate(spec, tuple(str(token) for token in special))
+        if not self.renders_tools:
+            return formats.get("hermes")
+        found = formats.detect(self.source)
+        if found is None:
+            raise InvalidRequestError(
+                f"tools: it can't be told from this model's chat template how it writes tool calls; say so "
+                f"with tool_format=, one of {', '.join(formats.names())}, or add one (agentspec.chat.formats)"
+            )
+        return found
+
+    def thoughts(self, text: str) -> Thoughts | None:
+        """The marks around this model's thoughts, for the answer to a rendered prompt; None: it has none."""
+        if "</think>" not in self.source:
+            return None
+        return Thoughts(inside=text.rstrip().endswith("<think>"))
+
+    def special_ids(self, marks: Sequence[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, with their ids."""
+        special = dict(
+            zip(
+                (str(token) for token in getattr(self.tokenizer, "all_special_tokens", ())),
+                getattr(self.tokenizer, "all_special_ids", ()),
+                strict=False,
+            )
+        )
+        return {mark: int(special[mark]) for mark in marks if mark in special}
+
+    def _with_arguments(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Templates write a call's arguments with tojson, so JSON text would be quoted once more; the
+        template gets the object, unless it says what it does with text."""
+        calls = message.get("tool_calls")
+        if not calls or _TAKES_TEXT.search(self.source):
+            return message
+        told = []
+        for call in calls:
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError):
+                    arguments = json.loads(arguments)
+            function = {**function, "arguments": arguments}
+            told.append({**call, "function": function} if "function" in call else function)
+        return {**message, "tool_calls": told}
+
+    def _told(
+        self, chat: list[dict[str, Any]], tools: list[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[_Laid, str]:
+        """Messages and tools for a template that knows no tools, and what it makes of them."""
+        laid = without_tools(chat, self.tool_format, tools, results=self._renders_results)
+        try:
+            return laid, self._apply([told for told, _ in laid], options)
+        except ChatTemplateError:
+            if not tools or chat[0]["role"] == "system":
+                raise
+            laid = without_tools(chat, self.tool_format, tools, results=self._renders_results, system=False)
+            return laid, self._apply([told for told, _ in laid], options)
 
     # ---- rendering ----------------------------------------------------------------------------
 
@@ -103,25 +228,23 @@ class ChatTemplate:
         except Exception as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _parts(self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]) -> list[_Part]:
+    def _parts(self, laid: _Laid, text: str, options: Mapping[str, Any]) -> list[_Part]:
         """The text cut into template text and contents; one template part where no cut is certain."""
         return (
-            self._parts_by_marker(chat, text, options)
-            or self._parts_by_beginning(chat, text, options)
+            self._parts_by_marker(laid, text, options)
+            or self._parts_by_beginning(laid, text, options)
             or [_Part(text, None)]
         )
 
-    def _parts_by_marker(
-        self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]
-    ) -> list[_Part] | None:
+    def _parts_by_marker(self, laid: _Laid, text: str, options: Mapping[str, Any]) -> list[_Part] | None:
         """Cut along a rendering whose contents are markers. Costs one rendering."""
         # Private-use characters, which no template touches, and a number that the text does not hold.
         nonce = 0
         while f"\ue000{nonce}." in text:
             nonce += 1
-        markers = [f"\ue000{nonce}.{number}\ue001" for number in range(len(chat))]
+        markers = [f"\ue000{nonce}.{number}\ue001" for number in range(len(laid))]
         marked: list[dict[str, Any]] = []
-        for message, marker in zip(chat, markers, strict=True):
+        for (message, _), marker in zip(laid, markers, strict=True):
             bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
             bare.pop("tool_calls", None)
             marked.append({**bare, "content": marker})
@@ -142,11 +265,9 @@ class ChatTemplate:
         literals.append(skeleton[at:])
         if any(marker in literal for marker in markers for literal in literals):
             return None  # a content that is written twice, or out of order
-        return _cut(text, literals, [chat[number] for number in order])
+        return _cut(text, literals, [laid[number] for number in order])
 
-    def _parts_by_beginning(
-        self, chat: list[dict[str, Any]], text: str, options: Mapping[str, Any]
-    ) -> list[_Part] | None:
+    def _parts_by_beginning(self, laid: _Laid, text: str, options: Mapping[str, Any]) -> list[_Part] | None:
         """Cut where the template ends the prompt that each assistant message answered. Two renderings a
         message.
 
@@ -154,7 +275,8 @@ class ChatTemplate:
         """
         parts: list[_Part] = []
         at = 0
-        for number, message in enumerate(chat):
+        chat = [told for told, _ in laid]
+        for number, (_, message) in enumerate(laid):
             if message["role"] != "assistant" or number == 0:
                 continue
             try:
@@ -297,7 +419,7 @@ class _EncodingCache:
         return ids, starts
 
 
-def _cut(text: str, literals: list[str], messages: list[dict[str, Any]]) -> list[_Part] | None:
+def _cut(text: str, literals: list[str], laid: _Laid) -> list[_Part] | None:
     """The text as literals[0], a content, literals[1], ..., literals[-1]; None where it isn't that.
 
     A content is looked for as it is; one that the template wrote otherwise (with a tool call or thoughts)
@@ -307,15 +429,15 @@ def _cut(text: str, literals: list[str], messages: list[dict[str, Any]]) -> list
         return None
     parts = [_Part(literals[0], None)]
     at = len(literals[0])
-    for number, message in enumerate(messages):
+    for number, (told, message) in enumerate(laid):
         following = literals[number + 1]
-        if number == len(messages) - 1:
+        if number == len(laid) - 1:
             end = len(text) - len(following)
         else:
             end = next(
                 (
                     at + len(c)
-                    for c in (message["content"], message["content"].strip())
+                    for c in (told["content"], told["content"].strip())
                     if text.startswith(c + following, at)
                 ),
                 text.find(following, at) if following else -1,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentspec.chat.deltas import Collector, new_id
+from agentspec.chat.grammar import json_rule
 from agentspec.chat.scanner import Malformed, Scanner, Waiting, ignore
+from agentspec.errors import GrammarError
 
-__all__ = ["NotACall", "OpenedCall", "ToolFormat", "Tools", "call_in_json", "read_call"]
+__all__ = ["NotACall", "OpenedCall", "ToolFormat", "Tools", "call_in_json", "properties_of", "read_call"]
 
 Tools = Mapping[str, Any]  # the offered tools: name -> JSON schema of the arguments
 
+_ANY = "\ue000any\ue001"  # stands for the arguments
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -28,7 +31,9 @@ class ToolFormat:
                out
     traits:    texts in a chat template that give the format away
     bare:      True: a call has no marker, so the output's beginning decides; only the tools' names make one
+    trigger:   the marker that opens calls and nothing else; "": there is none, so `strict` tools are refused
     reasoning: True: `parse` itself tells thoughts from content (else <think> marks are read before it)
+    rules:     more lines of Lark that `rule` refers to
     opening, between, closing: what stands before, between and after the calls of one message that `write`
                                gives
     """
@@ -37,10 +42,12 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     traits: tuple[str, ...] = ()
     bare: bool = False
+    trigger: str = ""
     reasoning: bool = False
     opening: str = ""
     between: str = "\n"
     closing: str = ""
+    rules: str = ""
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         """Read the whole output into `out`. A generator that yields where it needs more text.
@@ -52,6 +59,14 @@ class ToolFormat:
     def write(self, name: str, arguments: str) -> str:
         """One call as text, with its arguments' JSON text."""
         raise NotImplementedError
+
+    def rule(self, name: str, schema: Mapping[str, Any], terms: Callable[[str], str]) -> str:
+        """What `write` gives for any arguments that fit the schema, as Lark terms. terms: a text as such.
+
+        Right for formats that write the arguments as JSON.
+        """
+        head, _, tail = self.write(name, _ANY).partition(_ANY)
+        return f"{terms(head)} {json_rule(schema)} {terms(tail)}"
 
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         """Several calls of one message."""
@@ -192,3 +207,27 @@ def _argument_value(scanner: Scanner, call: Any, first: str) -> Waiting:
         raise Malformed("a call's arguments must be a JSON object, got another text")
     if value is not None:
         raise Malformed(f"a call's arguments must be a JSON object, got {type(value).__name__}")
+
+
+def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mapping[str, Any]]]:
+    """A schema's (name, is it required, schema of its own) for formats that write arguments one by one.
+
+    Raises GrammarError where the schema says more than that.
+    """
+    beyond = set(schema) & {"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "not"}
+    if beyond or schema.get("type", "object") != "object":
+        raise GrammarError(
+            f"tool_choice: this format writes arguments one by one, so a schema may only have properties; "
+            f"got {', '.join(sorted(beyond)) or schema.get('type')}"
+        )
+    required = set(schema.get("required") or ())
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    declared = schema.get("properties") or {}
+    return [
+        (
+            key,
+            key in required,
+            {**value, **shared} if isinstance(value, Mapping) else {"not": {}} if value is False else {},
+        )
+        for key, value in declared.items()
+    ]

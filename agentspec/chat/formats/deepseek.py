@@ -20,6 +20,7 @@ class DeepSeekV3(ToolFormat):
     name = "deepseek-v3"
     markers = (_ALL, _ALL_END, _ONE, _ONE_END, _SEP)
     traits: tuple[str, ...] = (_ONE, "```json")
+    trigger = _ALL
     opening = _ALL
     closing = _ALL_END
 

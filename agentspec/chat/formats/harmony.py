@@ -24,7 +24,7 @@ class Harmony(ToolFormat):
     markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
     traits = ("<|channel|>", "<|message|>")
     reasoning = True
-    between = "<|start|>assistant"
+    between = "<|call|><|start|>assistant"  # the last call's end is an EOS
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         while True:
@@ -60,4 +60,4 @@ class Harmony(ToolFormat):
             out.invalid(number, scanner.text[start : scanner.at - len(found)].strip(), str(error), name)
 
     def write(self, name: str, arguments: str) -> str:
-        return f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}{arguments}<|call|>"
+        return f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}{arguments}"

@@ -15,6 +15,7 @@ class Hermes(ToolFormat):
     name = "hermes"
     markers = ("<tool_call>", "</tool_call>")
     traits = ("<tool_call>",)
+    trigger = "<tool_call>"
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         while (yield from scanner.until(("<tool_call>",), out.content)):

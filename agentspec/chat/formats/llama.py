@@ -10,10 +10,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from agentspec.chat.deltas import Collector
-from agentspec.chat.formats.base import ToolFormat, Tools, call_in_json
+from agentspec.chat.formats.base import ToolFormat, Tools, call_in_json, properties_of
+from agentspec.chat.grammar import json_rule
 from agentspec.chat.scanner import Malformed, Scanner, Waiting, ignore
+from agentspec.errors import GrammarError
 
 __all__ = ["LlamaJson", "LlamaPythonic"]
 
@@ -123,6 +127,29 @@ class LlamaPythonic(ToolFormat):
                 raise Malformed(scanner.found("',' or ')'"))
         scanner.at += 1
         out.arguments(number, "{}" if separator == "{" else "}")
+
+    def rule(self, name: str, schema: Mapping[str, Any], terms: Callable[[str], str]) -> str:
+        """Arguments as JSON, which `parse` reads in the place of Python's literals; those required come
+        first.
+        """
+        needed: list[str] = []
+        optional: list[str] = []
+        for key, required, value in properties_of(schema):
+            if not key.isidentifier():
+                raise GrammarError(
+                    f"tool_choice: {key!r} is no name for a Python argument, which {self.name} writes"
+                )
+            (needed if required else optional).append(f"{terms(key + '=')} {json_rule(value)}")
+        comma = terms(", ")
+        if needed:
+            body = " ".join([f" {comma} ".join(needed), *(f"({comma} {o})?" for o in optional)])
+        else:
+            chains = (
+                " ".join([first, *(f"({comma} {o})?" for o in optional[n + 1 :])])
+                for n, first in enumerate(optional)
+            )
+            body = f"({' | '.join(chains)})?" if optional else ""
+        return f"{terms(name + '(')} {body} {terms(')')}"
 
     def write(self, name: str, arguments: str) -> str:
         values = json.loads(arguments)

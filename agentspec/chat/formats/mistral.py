@@ -21,6 +21,7 @@ class Mistral(ToolFormat):
     name = "mistral"
     markers = (_CALLS, _ID, _ARGS)
     traits = (_CALLS,)
+    trigger = _CALLS
     opening = f"{_CALLS} ["
     between = ", "
     closing = "]"

@@ -6,11 +6,12 @@ Values are plain text; a tool's schema says which of them are JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentspec.chat.deltas import Collector
-from agentspec.chat.formats.base import ToolFormat, Tools
+from agentspec.chat.formats.base import ToolFormat, Tools, properties_of
+from agentspec.chat.grammar import json_rule
 from agentspec.chat.scanner import Malformed, Scanner, Waiting, ignore
 
 __all__ = ["QwenCoder"]
@@ -20,6 +21,7 @@ class QwenCoder(ToolFormat):
     name = "qwen-coder"
     markers = ("<tool_call>", "</tool_call>")
     traits = ("<function=", "<parameter=")
+    trigger = "<tool_call>"
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         while (yield from scanner.until(("<tool_call>", "<function="), out.content)):
@@ -84,6 +86,24 @@ class QwenCoder(ToolFormat):
         if not found:
             raise Malformed("the output ends inside a parameter")
 
+    # Free text up to the mark that closes it, which it holds.
+    rules = 'parameter_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
+
+    def rule(self, name: str, schema: Mapping[str, Any], terms: Callable[[str], str]) -> str:
+        pieces = [terms(f"<tool_call>\n<function={name}>\n")]
+        closing = terms("\n</parameter>\n")
+        for key, required, value in properties_of(schema):
+            text = _kinds(schema, key) == {"string"}
+            if text and isinstance(value.get("enum"), list):
+                body = f"({' | '.join(terms(str(option)) for option in value['enum'])}) {closing}"
+            elif text and not set(value) & {"const", "pattern", "format"}:
+                body = "parameter_text"
+            else:
+                body = f"{json_rule(value)} {closing}"
+            body = f"({terms(f'<parameter={key}>' + chr(10))} {body})"
+            pieces.append(body if required else f"{body}?")
+        return " ".join([*pieces, terms("</function>\n</tool_call>")])
+
     def write(self, name: str, arguments: str) -> str:
         lines = [f"<tool_call>\n<function={name}>"]
         for key, value in json.loads(arguments).items():
@@ -106,5 +126,9 @@ def _kinds(schema: Any, key: str) -> frozenset[str]:
     """The JSON types that a tool's schema allows a parameter; empty where it doesn't say."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     declared = properties.get(key) if isinstance(properties, Mapping) else None
-    kinds = declared.get("type") if isinstance(declared, Mapping) else None
+    if not isinstance(declared, Mapping):
+        return frozenset()
+    kinds = declared.get("type")
+    if kinds is None and isinstance(declared.get("enum"), list) and declared["enum"]:
+        return frozenset({"string"} if all(isinstance(v, str) for v in declared["enum"]) else ())
     return frozenset([kinds] if isinstance(kinds, str) else kinds or ())
