@@ -20,8 +20,6 @@ import agentspec
 
 __all__ = ["Finding", "add_arguments", "examine", "run"]
 
-SGLANG_VERSION = "0.5.23"
-
 
 @dataclass(slots=True, frozen=True)
 class Finding:
@@ -128,22 +126,19 @@ def _caches() -> list[Finding]:
     return [Finding("cache", "ok", f"{_home(root)}, {size / 1e6:.0f} MB; {curves}")]
 
 
+def _sglang() -> list[Finding]:
+    if _version("sglang") is None:
+        remedy = "pip install -e '.[sglang]'"
+        return [Finding("sglang", "note", "not installed: only needed on a GPU server", remedy)]
+    from sglang_agentspec.diagnosis import diagnose
+
+    return [
+        Finding(found.name, "ok" if found.ok else "missing", found.found, found.remedy) for found in diagnose()
+    ]
+
+
 def _optional() -> list[Finding]:
-    findings = []
-    sglang = _version("sglang")
-    if sglang is None:
-        findings.append(Finding("sglang", "note", "not installed: only needed on a GPU server", "pip install -e '.[sglang]'"))
-    elif sglang != SGLANG_VERSION:
-        findings.append(
-            Finding("sglang", "missing", f"{sglang} is installed; the plugin is written for {SGLANG_VERSION}", f"pip install sglang=={SGLANG_VERSION}")
-        )
-    else:
-        registered = any(p.name == "agentspec" for p in importlib.metadata.entry_points(group="sglang.srt.plugins"))
-        findings.append(
-            Finding("sglang", "ok", f"{sglang}, plugin registered")
-            if registered
-            else Finding("sglang", "missing", f"{sglang}, but the plugin is not registered", "pip install -e '.[sglang]'")
-        )
+    findings = _sglang()
     if _version("opentelemetry-exporter-otlp-proto-http") is None:
         findings.append(Finding("otlp", "note", "no OTLP exporter: spans can't be sent to Jaeger", "pip install -e '.[otlp]'"))
     else:

@@ -188,10 +188,11 @@ class MatchProposer:
         if count <= 0:
             return Draft.empty()
         paths = self.acceptance.chain(candidate.agreement, candidate.source, count)
-        gains = np.concatenate([[0.0], np.cumsum(paths)]) - limits.price[: count + 1]
-        width = int(np.argmax(gains))
-        if width == 0:
+        gains = paths.cumsum() - limits.price[1 : count + 1]
+        best = int(gains.argmax())
+        if gains[best] <= 0.0:  # of equals the smallest width, 0 included
             return Draft.empty()
+        width = best + 1
         tokens = candidate.tokens[candidate.at : candidate.at + width]
         return Draft.chain(tokens, paths[:width], candidate.source)
 

@@ -1,71 +1,344 @@
 """Forward: one model's verify forward and its KV caches. Called by LocalEngine only. Imports torch.
 
-A step takes the ids that are new (prompt tokens, the last emitted token, a draft) and gives the logits of the
-last rows of them.
+    forward = Forward.load(model)            # picks a path, proves it against the model itself, says which and why
+    cache = forward.new_cache()
+    forward.step(cache, prompt_ids, rows=0)                   # prefill
+    logits = forward.step(cache, [last, d1, d2], rows=3)      # verify a chain
+    cache.crop(cache.length - 1)                              # d2 was wrong
+    logits = forward.step(cache, ids, rows=4, parents=[-1, 0, 0, 2])
+    cache.keep([0, 2, 3])                                     # the accepted path of a tree
+
+Two paths. `StockForward` is transformers' own forward over its own cache: any architecture, any device. On the CPU in
+float32, `forward_cpu.PackedForward` is faster and row-invariant: a row's logits, and the keys and values it leaves,
+are the same bits however many rows go with it, in a chain, a tree or a prompt. Greedy decoding with drafts then
+equals plain decoding by construction. Where it can't be had, the stock path serves and `description` says why.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Forward", "KVCache"]
+from agentspec.errors import EngineError, UnsupportedModelError
+
+__all__ = ["Forward", "KVCache", "StockForward", "paths_of"]
+
+log = logging.getLogger(__name__)
 
 
-class KVCache:
-    """Keys and values of one sequence's first `length` tokens."""
+class KVCache(ABC):
+    """Keys and values of one sequence's first `length` tokens. Made by Forward.new_cache, changed by Forward.step.
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.length = 0
+    A step over a tree leaves all its rows in the cache; `keep` must say which of them the sequence goes on with
+    before the next step.
+    """
 
+    length: int = 0
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+    @abstractmethod
     def crop(self, length: int) -> None:
-        """Forget everything from token `length` on."""
-        if length < self.length:
-            self.cache.crop(length - self.length)  # negative: that many tokens are removed
-            self.length = length
+        """Forget everything from token `length` on; no effect where the cache is no longer than that.
+
+        Raises UnsupportedModelError for a cache that can't go back (Forward.supports_drafts is False), except to 0.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of the last step's rows keep these, a path from the cache's old end, in order; forget the others.
+
+        Raises EngineError if `rows` don't ascend or don't belong to the last step.
+        """
+
+
+class Forward(ABC):
+    """A model's forward.
+
+    description:      which path runs, and why
+    row_invariant:    a row's logits don't depend on the rows that go with it, bit for bit; so a draft can't change
+                      what greedy decoding chooses. False: near-ties may be decided differently
+    cache_kind:       "full", "sliding window", "recurrent" or "hybrid"
+    supports_drafts:  the cache can be cropped: rejected tokens, and the end of an earlier call, can be taken back
+    supports_trees:   step takes parents
+    limits:           why one of the two is False; "" where both hold
+    vocabulary:       width of the logits
+    """
+
+    model: Any
+    description: str = ""
+    row_invariant: bool = False
+    cache_kind: str = "full"
+    supports_drafts: bool = True
+    supports_trees: bool = True
+    limits: str = ""
+    vocabulary: int = 0
+
+    @staticmethod
+    def load(model: Any, *, fast: bool = True) -> Forward:
+        """The best forward for a transformers causal LM in evaluation mode.
+
+        The model is taken over: the fast path repacks its weights in place. fast=False: transformers' own forward.
+        Costs some ten short forwards. Raises UnsupportedModelError for a model whose cached forward can't be trusted.
+        """
+        stock = StockForward(model)
+        if not fast:
+            return stock
+        parameter = next(model.parameters())
+        if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+            return stock
+        from agentspec.engines.forward_cpu import NotPackable, PackedForward
+
+        try:
+            return PackedForward(stock)
+        except NotPackable as reason:
+            stock.description += f" (not packed: {reason})"
+            log.info("%s", stock.description)
+            return stock
+
+    @abstractmethod
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        """An empty cache. capacity: tokens to make room for; it grows beyond them by itself."""
+
+    @abstractmethod
+    def step(
+        self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Append ids to the cache; return float32 [rows, vocabulary], the logits after the last `rows` of them.
+
+        ids:     n >= 1 token ids
+        rows:    0 to n; 0 for prompt tokens whose logits nobody reads
+        parents: a tree: parents[i] < i is the row that row i follows, -1 the cache's end. None: a chain
+        Raises EngineError for parents that are no tree, or while a tree's rows wait for `keep`;
+        UnsupportedModelError for parents where supports_trees is False.
+        """
+
+
+def paths_of(parents: Sequence[int], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(paths int32 [n, n], depths int32 [n]): paths[i, :depths[i] + 1] are the rows from the root to row i.
+
+    Raises EngineError unless there are n parents, each -1 or an earlier row.
+    """
+    if len(parents) != n:
+        raise EngineError(f"parents: needed one for each of the {n} ids, got {len(parents)}")
+    paths = np.zeros((n, n), np.int32)
+    depths = np.zeros(n, np.int32)
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise EngineError(f"parents: row {i} needed -1 or an earlier row, got {parent}")
+        depth = 0 if parent < 0 else int(depths[parent]) + 1
+        if depth:
+            paths[i, :depth] = paths[parent, :depth]
+        paths[i, depth] = i
+        depths[i] = depth
+    return paths, depths
+
+
+class _StockCache(KVCache):
+    def __init__(self, forward: StockForward) -> None:
+        self._forward = forward
+        self._reset()
+
+    def _reset(self) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self._forward.model.config)
+        self.length = 0
+        self.step_start = 0
+        self.tree = False
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            t.nbytes
-            for layer in self.cache.layers
-            for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
-            if t is not None
-        )
+        total = 0
+        for layer in self.cache.layers:
+            held = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            for states in (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None)):
+                held += list(states.values()) if isinstance(states, dict) else [states]
+            total += sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
+        return total
+
+    def crop(self, length: int) -> None:
+        if length >= self.length:
+            return
+        if length <= 0:
+            self._reset()
+            return
+        if not self._forward.supports_drafts:
+            raise UnsupportedModelError(f"the cache can't go back to {length} tokens: {self._forward.limits}")
+        self.cache.crop(length - self.length)  # negative: that many tokens are removed
+        self.length = length
+        self.tree = False
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        check_rows(rows, self.length - self.step_start)
+        end = self.step_start + len(rows)
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor([self.step_start + r for r in rows])
+            layers: list[Any] = self.cache.layers
+            for layer in layers:
+                for states in (layer.keys, layer.values):
+                    states[..., self.step_start : end, :] = states.index_select(-2, index.to(states.device))
+        self.tree = False
+        self.crop(end)
 
 
-class Forward:
-    """The model's forward. rows of logits are float32 on the model's device."""
+def check_rows(rows: Sequence[int], n: int) -> None:
+    """Raises EngineError unless rows ascend within 0..n-1."""
+    if any(b <= a for a, b in zip(rows, list(rows)[1:], strict=False)) or (len(rows) and not 0 <= rows[0] <= rows[-1] < n):
+        raise EngineError(f"keep: needed ascending rows of the last step's {n}, got {list(rows)}")
+
+
+class StockForward(Forward):
+    """transformers' forward over transformers' DynamicCache."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.device = next(model.parameters()).device
-        self.description = "transformers' forward"
-        # transformers renamed the argument; the old name warns on each call of a release that knows the new one
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self._float32 = parameter.dtype == torch.float32
+        # How far from these logits others may lie: 1e-4, or twice what transformers' own differ between widths.
+        self.tolerance = 1e-4
+        self._one_by_one = False
         known = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in known else "past_key_values"
+        # transformers renamed the argument; the old name warns on each call of a release that knows the new one
+        self.cache_name = next((n for n in ("cache", "past_key_values", "cache_params") if n in known), "past_key_values")
+        self._slices_logits = "logits_to_keep" in known
+        self._takes_positions = "position_ids" in known
+        self.description = "transformers' forward"
+        self._describe_cache()
+        self._prove()
 
-    def new_cache(self) -> KVCache:
-        from transformers import DynamicCache
-
-        return KVCache(DynamicCache(config=self.model.config))
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        return _StockCache(self)
 
     @torch.inference_mode()
-    def step(self, cache: KVCache, ids: np.ndarray, rows: int = 1, parents: Sequence[int] | None = None) -> torch.Tensor:
-        """Append ids (int32[n]) to the cache; returns float32[rows, vocabulary], the logits after the last `rows`."""
+    def step(
+        self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        assert isinstance(cache, _StockCache)
+        if cache.tree:
+            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
         new = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device)[None]
-        positions = torch.arange(cache.length, cache.length + new.shape[1], device=self.device)
-        out = self.model(
-            input_ids=new,
-            **{self._cache_name: cache.cache},
-            use_cache=True,
-            position_ids=positions[None],
-            logits_to_keep=rows,
-        )
-        cache.length += new.shape[1]
-        return out.logits[0].float()
+        n = new.shape[1]
+        start = cache.length
+        if self._one_by_one and start and n > 1:
+            parts = [self.step(cache, ids[i : i + 1], int(i >= n - rows), parents) for i in range(n)]
+            cache.step_start = start
+            return torch.cat(parts)
+        extra: dict[str, Any] = {}
+        if parents is not None:
+            if not self.supports_trees:
+                raise UnsupportedModelError(f"this model takes no trees: {self.limits}")
+            paths, depths = paths_of(parents, n)
+            extra["attention_mask"] = self._tree_mask(paths, depths, start)
+            positions = torch.from_numpy(depths.astype(np.int64)).to(self.device) + start
+        else:
+            positions = torch.arange(start, start + n, device=self.device)
+        if self._takes_positions:
+            extra["position_ids"] = positions[None]
+        if self._slices_logits:
+            extra["logits_to_keep"] = max(rows, 1)
+        out = self.model(input_ids=new, use_cache=True, **{self.cache_name: cache.cache}, **extra)
+        cache.step_start = start
+        cache.length = start + n
+        cache.tree = parents is not None
+        logits: torch.Tensor = out.logits[0]
+        return logits[logits.shape[0] - rows :].float()
+
+    def _tree_mask(self, paths: np.ndarray, depths: np.ndarray, start: int) -> torch.Tensor:
+        """[1, 1, n, start + n]: 0 where a row sees a slot, the dtype's lowest elsewhere."""
+        n = len(depths)
+        seen = torch.zeros(n, start + n, dtype=torch.bool)
+        seen[:, :start] = True
+        for i in range(n):
+            seen[i, start + paths[i, : depths[i] + 1].astype(np.int64)] = True
+        dtype = next(self.model.parameters()).dtype
+        mask = torch.zeros(n, start + n, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        return mask.to(self.device)[None, None]
+
+    def _describe_cache(self) -> None:
+        from transformers import cache_utils
+
+        layers = cache_utils.DynamicCache(config=self.model.config).layers
+        recurrent = [isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin) for layer in layers]
+        sliding = [bool(getattr(layer, "is_sliding", False)) for layer in layers]
+        plain = [type(layer) is cache_utils.DynamicLayer for layer in layers]
+        if any(recurrent) or getattr(self.model, "_is_stateful", False):
+            self.cache_kind = "recurrent" if all(recurrent) else "hybrid"
+            self.limits = f"its {self.cache_kind} state can't be taken back token by token"
+        elif any(sliding):
+            self.cache_kind = "sliding window"
+            self.limits = "transformers drops keys and values as they leave the sliding window"
+        elif not all(plain):
+            self.limits = f"its cache ({type(layers[0]).__name__}) is of no kind known here"
+        if self.limits:
+            self.supports_drafts = self.supports_trees = False
+
+    def _prove(self) -> None:
+        """A few tokens through the cache must give the logits of one forward without it."""
+        config = self.model.config.get_text_config()
+        vocabulary = int(config.vocab_size)
+        self.probe_ids = np.random.default_rng(0).integers(0, vocabulary, PROBE_TOKENS)
+        with torch.inference_mode():
+            new = torch.from_numpy(self.probe_ids).to(self.device)[None]
+            self.probe_logits = self.model(input_ids=new, use_cache=False).logits[0].float()
+        self.vocabulary = int(self.probe_logits.shape[-1])
+        # A cache that loses something changes logits by their own size; kernels for other widths by some 1e-5 of it.
+        allowed = (1e-3 if self._float32 else 0.1) * max(1.0, float(self.probe_logits.abs().max()))
+        found = self._difference_in_steps()
+        if not found <= allowed and not self.supports_drafts:
+            # Some recurrent models go on from their state by single tokens only, and start anew with more.
+            self._one_by_one = True
+            found = self._difference_in_steps()
+        if not found <= allowed:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its logits with a cache differ from those without by {found:.1e} "
+                f"(needed {allowed:.1e}); it can't be run exactly here"
+            )
+        self.tolerance = max(1e-4 if self._float32 else 0.0, 2 * found)
+        if self.supports_trees and not self._proves_trees():
+            self.supports_trees = False
+            self.limits = "its attention takes no tree mask"
+
+    def _difference_in_steps(self) -> float:
+        cache = self.new_cache()
+        try:
+            parts = [self.step(cache, self.probe_ids[a:b], b - a) for a, b in ((0, 7), (7, 8), (8, PROBE_TOKENS))]
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward with a cache fails ({error}); it can't be run here"
+            ) from error
+        return self.difference(torch.cat(parts))
+
+    def _proves_trees(self) -> bool:
+        ids = self.probe_ids
+        cache = self.new_cache()
+        self.step(cache, ids[:6], 0)
+        try:
+            # row 1 is a wrong branch, rows 0 and 2 go on with the probe
+            logits = self.step(cache, [ids[6], ids[0], ids[7]], 3, [-1, 0, 0])[[0, 2]]
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            log.info("%s takes no tree mask: %s", type(self.model).__name__, error)
+            return False
+        cache.keep([0, 2])
+        logits = torch.cat([logits, self.step(cache, ids[8:9], 1)])
+        return float((logits - self.probe_logits[6:9]).abs().max()) <= max(1e-3, self.tolerance)
+
+    def difference(self, logits: torch.Tensor) -> float:
+        """The largest difference from the model's own logits on the probe's tokens (nan counts as infinite)."""
+        found = float((logits - self.probe_logits).abs().max())
+        return found if found == found else float("inf")
+
+
+# Enough that torch cuts a layer's elementwise work among threads, as it does in a prefill.
+PROBE_TOKENS = 40

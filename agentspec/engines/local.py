@@ -131,7 +131,7 @@ class LocalEngine:
         if max_draft < 0:
             raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
         self.max_draft = max_draft
-        self._forward = Forward(self._model)
+        self._forward = Forward.load(self._model)
         self._states: dict[tuple[str | None, str], _State] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -306,6 +306,8 @@ class LocalEngine:
         stats.first_divergence = _divergence(state.last, prompt)
         # The prompt's last token always runs again: its logits choose the first output token.
         reused = min(_common_prefix(state.cached, prompt), len(prompt) - 1)
+        if reused < state.cache.length and not self._forward.supports_drafts:
+            reused = 0  # a state that can't go back starts anew
         state.cache.crop(reused)
         del state.cached[reused:]
         stats.reused_tokens = reused
@@ -400,6 +402,8 @@ class LocalEngine:
         draft = Draft.empty()
         if not request.draft or self.max_draft == 0:
             reason = "off"
+        elif not self._forward.supports_drafts:
+            reason = self._forward.limits
         elif remaining <= 1:
             reason = "last token"
         else:
@@ -442,7 +446,7 @@ class LocalEngine:
 
     def _step(self, state: _State, ids: np.ndarray, rows: int, stats: CallStats) -> torch.Tensor | None:
         before = time.perf_counter()
-        logits = self._forward.step(state.cache, ids, max(rows, 1))
+        logits = self._forward.step(state.cache, ids, rows)
         if not rows:
             state.cached += [int(t) for t in ids]
         stats.forward_ms += (time.perf_counter() - before) * 1e3
@@ -495,7 +499,7 @@ class LocalEngine:
         context = min(context, self.context_length // 2)
         cache = self._forward.new_cache()
         ids = (np.arange(context) * 7919 % self.vocabulary).astype(np.int32)
-        self._forward.step(cache, ids)
+        self._forward.step(cache, ids, 0)
         widths = [n for n in _MEASURED_WIDTHS if context + n <= self.context_length]
         times: dict[int, list[float]] = {n: [] for n in widths}
         end = time.perf_counter() + budget_s

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from tests.sglang.setup_venv import HERE, models_path, python_path, ready
 
 ROOT = HERE.parents[1]

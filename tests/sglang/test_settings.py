@@ -109,5 +109,13 @@ def test_diagnosis_names_a_remedy_for_each_lack(monkeypatch: pytest.MonkeyPatch)
     findings = {f.name: f for f in diagnosis.diagnose()}
     assert not findings["sglang"].ok and "0.5.23" in findings["sglang"].remedy
     assert not findings[VARIABLE].ok
+    assert "plugin loads" not in findings  # nothing is started while something else is amiss
     for finding in findings.values():
         assert finding.ok or finding.remedy
+
+
+def test_diagnosis_of_a_plugin_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "AGENTSPEC is not available: could not be registered: ImportError('x')"
+    monkeypatch.setattr(diagnosis, "_LOAD", f"print({said!r})")
+    finding = diagnosis._load()
+    assert not finding.ok and finding.found == said and finding.remedy

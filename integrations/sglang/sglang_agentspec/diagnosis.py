@@ -1,11 +1,15 @@
 """Whether the plugin can work here, and if not, what mends it: for `agentspec doctor`.
 
-Looks at what is installed and at the environment; starts no server and imports no sglang.
+Looks at what is installed and at the environment. SGLang only logs a plugin that fails, so the last check
+loads all plugins the way its servers do, in a process of its own (some ten seconds), and looks what
+AGENTSPEC has become.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
@@ -36,8 +40,11 @@ def installed_sglang() -> str | None:
         return None
 
 
-def diagnose() -> list[Finding]:
-    """Everything that decides whether `--speculative-algorithm AGENTSPEC` works on this machine."""
+def diagnose(load: bool = True) -> list[Finding]:
+    """Everything that decides whether `--speculative-algorithm AGENTSPEC` works on this machine.
+
+    load: try loading the plugin too, if nothing else is amiss.
+    """
     found = installed_sglang()
     findings = [
         Finding(
@@ -74,4 +81,33 @@ def diagnose() -> list[Finding]:
         findings.append(Finding(VARIABLE, True, os.environ.get(VARIABLE) or "not set: defaults"))
     except AgentSpecError as error:
         findings.append(Finding(VARIABLE, False, str(error), f"correct or unset {VARIABLE}"))
+    if load and all(finding.ok for finding in findings):
+        findings.append(_load())
     return findings
+
+
+_LOAD = f"""
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.speculative.spec_registry import get_spec
+print("LOADED", type(get_spec("{ALGORITHM}")).__name__)
+"""
+
+
+def _load() -> Finding:
+    name = "plugin loads"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=300, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, False, "not within 300 s", "look at what SGLang's other plugins do at import")
+    if "LOADED AgentSpecAlgorithm" in done.stdout:
+        return Finding(name, True, f"{ALGORITHM} is registered")
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    said = next(
+        (line for line in lines if f"{ALGORITHM} is not available" in line), lines[-1] if lines else ""
+    )
+    return Finding(
+        name, False, said, "python -c 'from sglang.srt.plugins import load_plugins; load_plugins()'"
+    )

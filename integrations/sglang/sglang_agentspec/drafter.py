@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.drafting import CostCurve, Draft, DraftLimits, WidthPolicy, make_proposer
+from agentspec.drafting import CostCurve, Draft, DraftLimits, Proposer, WidthPolicy, make_proposer
 from agentspec.errors import AgentSpecError
 from agentspec.memory import Context, TrajectoryMemory
 from sglang_agentspec.requests import RequestSettings
@@ -107,7 +107,8 @@ class Drafter:
         self.trees = trees
         self.widths = settings.verify_widths(widest)
         self.curve = padded_curve(curve, self.widths)
-        self.proposer = make_proposer(settings.proposer, tokenizer=tokenizer, **settings.proposer_settings)
+        self._tokenizer = tokenizer
+        self.proposer = self._make_proposer()
         self.book = TrajectoryBook(int(settings.memory_mb * 1e6))
         self.tree = VerifyTree(max_rows, widest)
         self._tokenize: Callable[[str], Sequence[int]] | None = None
@@ -255,7 +256,7 @@ class Drafter:
         self.book.clear()
 
     def warm_up(self) -> None:
-        """Run every kernel once, so that nothing is compiled while a request waits."""
+        """Run every kernel once, so that nothing is compiled while a request waits. Leaves no trace."""
         request = RequestSettings(scope="warm-up", trajectory="warm-up")
         text = [i % 7 for i in range(64)]
         call = self.begin(request, np.array(text, dtype=np.int32), max_output=64)
@@ -267,6 +268,11 @@ class Drafter:
         pack(self.tree, [1], [chain], self.widths[0], self.vocabulary)
         self.end(call, [1, 2, 3])
         self.clear()
+        self.proposer = self._make_proposer()  # what it learned from this text is forgotten
+
+    def _make_proposer(self) -> Proposer:
+        settings = self.settings
+        return make_proposer(settings.proposer, tokenizer=self._tokenizer, **settings.proposer_settings)
 
     # ---- inside -----------------------------------------------------------------------------------
 

@@ -1,0 +1,432 @@
+"""PackedForward: the CPU's forward in float32, near what memory bandwidth allows, and row-invariant.
+
+    linears     weights packed once for oneDNN (a stock torch linear repacks them at every step with n > 1)
+    attention   kernels.attend over a blocked cache
+    the rest    the model's own modules, which work row by row
+
+Built by Forward.load only, which serves with the stock path where this raises NotPackable. Imports torch and, lazily,
+transformers. The packed linears are private operators of torch, so everything is proved at load against the model's
+own logits, and every packed weight's rows against each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from agentspec.engines import kernels
+from agentspec.engines.forward import Forward, KVCache, StockForward, check_rows, paths_of
+from agentspec.errors import EngineError
+
+__all__ = ["NotPackable", "PackedForward"]
+
+log = logging.getLogger(__name__)
+
+_NO_PATHS = np.zeros((0, 0), np.int32)
+_ATTENTION = "agentspec"
+# Rows the packed weights are laid out for. Any number of rows may be asked of them; 8 is the best at 1 to 33.
+_PACK_ROWS = 8
+_WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 96)
+
+
+class NotPackable(Exception):
+    """Why this model or this torch can't have the packed forward; told to the user in Forward.description."""
+
+
+class BlockedCache(KVCache):
+    """Keys and values in blocks of 64 slots (see kernels), one pair of arrays a layer, grown by half when full."""
+
+    def __init__(self, layers: int, capacity: int = 0) -> None:
+        self.length = 0
+        self.step_start = 0
+        self.tree = False
+        self._blocks = -(-capacity // kernels.BLOCK)
+        self._layers: list[tuple[np.ndarray, np.ndarray] | None] = [None] * layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair[0].nbytes + pair[1].nbytes for pair in self._layers if pair is not None)
+
+    def crop(self, length: int) -> None:
+        if length < self.length:
+            self.length = max(length, 0)
+            self.tree = False
+
+    def keep(self, rows: Sequence[int]) -> None:
+        check_rows(rows, self.length - self.step_start)
+        moved = np.asarray(rows, np.int64)
+        if not np.array_equal(moved, np.arange(len(moved))):
+            for pair in self._layers:
+                if pair is not None:
+                    kernels.move_slots(*pair, self.step_start, moved)
+        self.length = self.step_start + len(moved)
+        self.tree = False
+
+    def arrays(self, layer: int, tokens: int, heads: int, key_dim: int, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """The layer's (keys, values) with room for `tokens`."""
+        pair = self._layers[layer]
+        needed = -(-tokens // kernels.BLOCK)
+        if pair is not None and pair[0].shape[0] >= needed:
+            return pair
+        held = 0 if pair is None else pair[0].shape[0]
+        blocks = max(needed, self._blocks, held + held // 2)
+        # Zeros, because slots not yet written are read, times a weight of 0; untouched pages cost no memory.
+        keys = np.zeros((blocks, heads, key_dim, kernels.BLOCK), np.float32)
+        values = np.zeros((blocks, heads, kernels.BLOCK, value_dim), np.float32)
+        if pair is not None:
+            keys[:held], values[:held] = pair
+        self._layers[layer] = keys, values
+        return keys, values
+
+
+class _Step(threading.local):
+    """The step that runs on this thread: how transformers' attention modules find the cache. Set by PackedForward."""
+
+    cache: BlockedCache | None = None
+    paths: np.ndarray = _NO_PATHS
+    depths: np.ndarray = _NO_PATHS
+    windows: Sequence[int] = ()
+
+
+_step = _Step()
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, heads, n, dim], new keys and values [1, kv_heads, n, dim]."""
+    cache = _step.cache
+    if cache is None:
+        raise EngineError("this model belongs to agentspec's packed forward; load another one for other uses")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise NotPackable(f"its attention uses {name}")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise NotPackable("its attention mixes keys of several sequences or layers")
+    if query.shape[1] % key.shape[1] or query.shape[3] % 4 or query.dtype != torch.float32:
+        raise NotPackable(f"its heads are of a shape the kernel doesn't take ({tuple(query.shape)}, {query.dtype})")
+    layer = module.layer_idx
+    scale = options.get("scaling")
+    out = attend(
+        cache,
+        layer,
+        query[0].transpose(0, 1).contiguous().numpy(),
+        key[0].transpose(0, 1).numpy(),
+        value[0].transpose(0, 1).numpy(),
+        _step.windows[layer],
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    return torch.from_numpy(out)[None], None
+
+
+def attend(
+    cache: BlockedCache,
+    layer: int,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    window: int,
+    scale: float,
+) -> np.ndarray:
+    """Write this step's keys and values behind the cache's end and attend: float32 [n, heads, value_dim]."""
+    n, heads, _ = query.shape
+    start = cache.length
+    keys, values = cache.arrays(layer, start + n, key.shape[1], key.shape[2], value.shape[2])
+    kernels.write_slots(keys, values, key, value, start)
+    out = np.empty((n, heads, value.shape[2]), np.float32)
+    kernels.attend(
+        query, keys, values, out, start, _step.paths, _step.depths, window, np.float32(scale), 0, keys.shape[1]
+    )
+    return out
+
+
+class PackedLinear(nn.Module):
+    """A linear whose weight [out, in] is packed for oneDNN. x float32 [..., in] -> [..., out].
+
+    min_rows: with fewer rows the kernels may round differently, so the input is filled up with zero rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
+        self.bias = None if bias is None else bias.detach()
+        self.min_rows = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, self.in_features)
+        rows = flat.shape[0]
+        if rows < self.min_rows:
+            flat = nn.functional.pad(flat, (0, 0, 0, self.min_rows - rows))
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self.packed, self.bias, "none", [], "")
+        if rows < self.min_rows:
+            y = y[:rows]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def weight(self) -> torch.Tensor:
+        """The dense weight again, as it was."""
+        dense: torch.Tensor = self.packed.to_dense()
+        return dense
+
+    def prove_rows(self) -> int | None:
+        """The fewest rows from which a row's bits depend neither on how many go with it nor on its place; or None."""
+        self.min_rows = 1
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(_WIDTHS), self.in_features, generator=generator)
+        whole = self(x)
+        least = 1
+        for width in _WIDTHS:
+            for begin in sorted({0, 1, max(_WIDTHS) - width}):
+                end = min(begin + width, len(x))
+                if not torch.equal(self(x[begin:end]), whole[begin:end]):
+                    least = max(least, width + 1)
+        return least if least <= 8 else None
+
+
+class RowwiseActivation(nn.Module):
+    """An activation whose result doesn't depend on where in the tensor an element lies. x float32 [..., width].
+
+    torch computes whole vectors and a tail of single elements by different code, which rounds silu and gelu
+    differently, and cuts what is large into one piece a thread, each with a tail. Here no piece has a tail.
+    """
+
+    VECTOR = 64  # floats: twice the widest vector, torch's unit of work
+    PIECE = 32768  # at::internal::GRAIN_SIZE: what is smaller is not cut
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[-1]
+        rows = x.reshape(-1, width)
+        if width % self.VECTOR:
+            rows = nn.functional.pad(rows, (0, -width % self.VECTOR))
+        at_once = max(1, (self.PIECE - 1) // rows.shape[1])
+        if len(rows) <= at_once:
+            y: torch.Tensor = self.inner(rows.contiguous())
+        else:
+            y = torch.cat([self.inner(piece.contiguous()) for piece in torch.split(rows, at_once)])
+        return y[:, :width].view(x.shape) if width == y.shape[1] else y[:, :width].reshape(x.shape)
+
+
+class PackedForward(Forward):
+    """transformers' modules with packed linears and the kernels' attention."""
+
+    @torch.inference_mode()
+    def __init__(self, stock: StockForward) -> None:
+        """Raises NotPackable, and leaves the model as it was, where it can't be run or doesn't prove right."""
+        self.model = stock.model
+        self._stock = stock
+        self.vocabulary = stock.vocabulary
+        self.cache_kind = stock.cache_kind
+        self._windows = _windows(stock)
+        self._find_operators()
+        implementation = self.model.config._attn_implementation
+        swapped: list[tuple[Any, str, Any, PackedLinear]] = []
+        activations: list[tuple[Any, str, nn.Module]] = []
+        try:
+            self._swap(swapped)
+            self._swap_activations(activations)
+            self._adopt_attention()
+            self._prove(stock)
+        except Exception as error:
+            for parent, name, linear, packed in swapped:
+                if linear.weight is None:
+                    weight = packed.weight() if type(linear) is nn.Linear else packed.weight().t().contiguous()
+                    linear.weight = nn.Parameter(weight, requires_grad=False)
+                setattr(parent, name, linear)
+            for parent, name, activation in activations:
+                setattr(parent, name, activation)
+            self.model.set_attn_implementation(implementation)
+            if isinstance(error, NotPackable):
+                raise
+            raise NotPackable(f"{type(error).__name__}: {error}") from error
+        self._let_go_of_files()
+        exact = "row-invariant" if self.row_invariant else "not row-invariant"
+        self.description = f"transformers' modules, packed linears, blocked attention ({exact})"
+
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        return BlockedCache(len(self._windows), capacity)
+
+    @torch.inference_mode()
+    def step(
+        self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        assert isinstance(cache, BlockedCache)
+        if cache.tree:
+            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
+        new = np.ascontiguousarray(ids, dtype=np.int64)
+        n = len(new)
+        start = cache.length
+        if parents is None:
+            _step.paths, _step.depths = _NO_PATHS, np.arange(n, dtype=np.int32)
+        else:
+            _step.paths, _step.depths = paths_of(parents, n)
+        _step.windows = self._windows
+        _step.cache = cache
+        try:
+            logits = self._logits(new, _step.depths.astype(np.int64) + start, start, rows)
+        finally:
+            _step.cache = None
+        cache.step_start = start
+        cache.length = start + n
+        cache.tree = parents is not None
+        return logits
+
+    def _logits(self, ids: np.ndarray, positions: np.ndarray, start: int, rows: int) -> torch.Tensor:
+        out = self.model(
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            use_cache=True,
+            logits_to_keep=max(rows, 1),
+            **{self._stock.cache_name: _passing_cache(len(self._windows), start)},
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits[logits.shape[0] - rows :]
+
+    # ---- built and proved once ------------------------------------------------------------------
+
+    def _find_operators(self) -> None:
+        for name in ("_reorder_linear_weight", "_linear_pointwise"):
+            available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            if not available or not hasattr(torch.ops.mkldnn, name):
+                raise NotPackable("this torch has no packed linears")
+
+    def _adopt_attention(self) -> None:
+        from transformers import AttentionInterface
+
+        if not getattr(self.model, "_supports_attention_backend", False):
+            raise NotPackable("its attention can't be exchanged")
+        AttentionInterface.register(_ATTENTION, _attention)
+        self.model.set_attn_implementation(_ATTENTION)
+
+    def _swap(self, swapped: list[tuple[Any, str, Any, PackedLinear]]) -> None:
+        """Pack every linear; a weight that nothing else uses is freed at once, so memory never holds two copies."""
+        shared = [p.data_ptr() for p in self.model.parameters()]
+        shared += [m.weight.data_ptr() for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        least: dict[tuple[int, int], int | None] = {}
+        packed_of: dict[int, PackedLinear] = {}
+        self._whole_rows = True
+        for parent in list(self.model.modules()):
+            for name, linear in list(parent.named_children()):
+                weight = _weight_of(linear)
+                if weight is None:
+                    continue
+                packed = packed_of.get(id(linear))
+                if packed is None:
+                    packed = packed_of[id(linear)] = PackedLinear(weight, linear.bias)
+                    shape = (packed.out_features, packed.in_features)
+                    if shape not in least:
+                        least[shape] = packed.prove_rows()
+                    self._whole_rows = self._whole_rows and least[shape] is not None
+                    packed.min_rows = least[shape] or 1
+                swapped.append((parent, name, linear, packed))
+                setattr(parent, name, packed)
+                if linear.weight is not None and shared.count(linear.weight.data_ptr()) == 1:
+                    linear.weight = None
+        if not swapped:
+            raise NotPackable("it has no linears to pack")
+
+    def _swap_activations(self, swapped: list[tuple[Any, str, nn.Module]]) -> None:
+        from transformers.activations import ACT2CLS
+
+        kinds = [kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()]
+        known = tuple({kind for kind in kinds if isinstance(kind, type)})
+        for parent in list(self.model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) in known:
+                    swapped.append((parent, name, child))
+                    setattr(parent, name, RowwiseActivation(child))
+
+    def _let_go_of_files(self) -> None:
+        """Copy what is left of the weights (embeddings, norms): safetensors maps files, and one view holds it all."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    def _prove(self, stock: StockForward) -> None:
+        """Prefilled in parts, token by token, in one piece and as a tree: the model's logits, and the same bits."""
+        ids = stock.probe_ids
+        cache = self.new_cache()
+        whole = self.step(cache, ids, len(ids))
+        found = stock.difference(whole)
+        if not found <= stock.tolerance:
+            raise NotPackable(f"its logits differ from transformers' by {found:.1e}, more than {stock.tolerance:.1e}")
+        parts = []
+        cache = self.new_cache()
+        for begin, end in ((0, 5), (5, 6), (6, 7), (7, 9), (9, len(ids))):
+            parts.append(self.step(cache, ids[begin:end], end - begin))
+        same = torch.equal(torch.cat(parts), whole)
+        cache.crop(6)
+        tree = self.step(cache, [ids[6], ids[0], ids[7], ids[8]], 4, [-1, 0, 0, 2])
+        cache.keep([0, 2, 3])
+        tail = self.step(cache, ids[9:], len(ids) - 9)
+        same = same and torch.equal(torch.cat([tree[[0, 2, 3]], tail]), whole[6:])
+        found = stock.difference(torch.cat([whole[:6], tree[[0, 2, 3]], tail]))
+        if not found <= stock.tolerance:
+            raise NotPackable(f"its logits over a tree differ from transformers' by {found:.1e}")
+        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        # These frequencies change with the length of the whole input, so with the draft.
+        follows_length = str(rope).find("dynamic") >= 0 or str(rope).find("longrope") >= 0
+        self.row_invariant = same and self._whole_rows and not follows_length
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
+    """[out, in] of a float32 nn.Linear, or of the Conv1D that GPT-2 has in its place; None for other modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) not in (nn.Linear, Conv1D) or module.weight is None or module.weight.dtype != torch.float32:
+        return None
+    held: Any = module.weight
+    weight: torch.Tensor = held.detach()
+    return weight if type(module) is nn.Linear else weight.t().contiguous()
+
+
+def _windows(stock: StockForward) -> list[int]:
+    """Each layer's sliding window in tokens, 0 for none. Raises NotPackable for layers that aren't plain attention."""
+    from transformers import cache_utils
+
+    config = stock.model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if stock.cache_kind not in ("full", "sliding window") or types - {"full_attention", "sliding_attention"}:
+        raise NotPackable(f"its layers are {', '.join(sorted(types))} ({stock.cache_kind} cache)")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise NotPackable("its attention looks ahead")
+    layers = cache_utils.DynamicCache(config=stock.model.config).layers
+    if not layers or len(layers) != config.num_hidden_layers:
+        raise NotPackable("its cache has not one entry a layer")
+    known = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+    if any(type(layer) not in known for layer in layers):
+        raise NotPackable(f"its cache has layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))}")
+    return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
+
+
+def _passing_cache(layers: int, length: int) -> Any:
+    """What transformers' modules see as the cache: it tells the length and hands the new keys and values through."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class Passing(CacheLayerMixin):  # type: ignore[no-untyped-call]
+        is_sliding = False
+
+        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+            pass
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return key_states, value_states
+
+        def get_seq_length(self) -> int:
+            return length
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return length + query_length, 0
+
+        def get_max_length(self) -> int:
+            return -1
+
+    return Cache(layers=[Passing() for _ in range(layers)])  # type: ignore[no-untyped-call]

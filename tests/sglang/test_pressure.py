@@ -1,0 +1,46 @@
+"""Too little KV memory for all requests at once: SGLang takes running requests back and runs them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.sglang.mixed import prompt
+from tests.sglang.server import Server, body, steps
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
+
+
+@pytest.fixture(scope="module", params=["sync", "overlap"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(
+        "tiny",
+        overlap=request.param == "overlap",
+        max_total_tokens=1000,
+        context_length=900,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.0,
+    ) as running:
+        yield running
+
+
+def test_retracted_requests_say_the_same(server: Server) -> None:
+    requests: list[dict[str, Any]] = [body(prompt(200 + i, 90), 150, session_id=f"s{i}") for i in range(8)]
+    alone = [server.post("/generate", request) for request in requests]
+    for _ in range(2):
+        together = server.together(requests)
+        assert [a["output_ids"] for a in together] == [a["output_ids"] for a in alone]
+    retracted = sum(a["meta_info"]["num_retractions"] for a in together)
+    assert retracted > 0, "nothing was retracted: the test shows nothing"
+    assert sum(steps(a)[0] for a in together) < sum(steps(a)[0] for a in alone)
+    assert "IntegrityError" not in server.log
+
+
+def test_memory_is_right_after_retraction(server: Server) -> None:
+    """An output that was retracted is remembered once: its call is drafted in as few steps as ever."""
+    ids = prompt(200, 90)
+    again = server.generate(ids, 150, session_id="s0")
+    assert again["meta_info"]["agentspec"][0]["held_tokens"] == len(ids)
+    assert steps(again)[0] <= 40
