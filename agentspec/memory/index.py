@@ -49,7 +49,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 ORDERS = (1, 3, 8)
-LEAD = ORDERS[-1]
+LEAD = 16  # at least the highest order; matches are seldom told apart by more
 SEAM = -1
 MAX_TOKENS = 2**26 - 1  # positions have 26 bits of a table entry
 
