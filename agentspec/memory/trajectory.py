@@ -556,11 +556,11 @@ class TrajectoryMemory:
 
     # ---- matching -----------------------------------------------------------------------------
 
-    def match(self, context: Context, min_match: int = 1, max_match: int = 32, recent: int = 4) -> Matches:
+    def match(self, context: Context, min_match: int = 1, max_match: int = 16, recent: int = 4) -> Matches:
         """Earlier occurrences of the end of the context (index.py's docstring defines which).
 
         min_match, max_match: fewest tokens that have to agree, and most that are counted
-        recent:               positions per context length (1, 3 and 8 tokens), 1..64
+        recent:               positions per context length (ORDERS: 1, 2 and 6 tokens), 1..64
         A few microseconds, whatever the memory holds. `context` may belong to another memory (then positions
         in its own output are found too).
         """

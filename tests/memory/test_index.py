@@ -150,7 +150,7 @@ def test_matching_is_bounded_on_a_million_equal_tokens() -> None:
     context = memory.extend(np.zeros(1_000_000, np.int32))
     matches = memory.match(context)
     assert matches.positions.tolist() == [999_999, 999_998, 999_997, 999_996]
-    assert set(matches.lengths.tolist()) == {32}
+    assert set(matches.lengths.tolist()) == {16}
 
 
 def test_bad_options_are_refused() -> None:
