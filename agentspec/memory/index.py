@@ -391,26 +391,27 @@ def longest_run(
     best = 0
     if len(table) == 0:
         return best_start, best
+    # The run is looked for by its first `reach` tokens: they have to be followed by one, as all that is
+    # indexed is.
+    reach = 0
+    for order in range(3):
+        if order_length(order) < last - first:
+            reach = order_length(order)
     position = -1
     chain = 0
-    for order in range(3):
-        length = order_length(order)
-        if length >= last - first:  # an indexed context is always followed by a token
-            break
-        _, head = look_up(tokens, table, order, ids, first + length)
-        if head < 0:
-            position = -1
-            break
-        position = head
+    order = 0
+    while order < 3 and order_length(order) <= reach:
+        _, position = look_up(tokens, table, order, ids, first + reach)
         chain = order
-        if links[head, order] < 0:
+        if position < 0 or links[position, order] < 0:
             break
+        order += 1
     for _ in range(tries):
         if position < 0:
             break
-        start = position - order_length(chain)
+        start = position - reach
         n = 0
-        while first + n < last and start + n < size and tokens[start + n] == ids[first + n]:
+        while start >= 0 and first + n < last and start + n < size and tokens[start + n] == ids[first + n]:
             n += 1
         if n > best:
             best = n
