@@ -96,7 +96,7 @@ def test_text_parts_are_one_text_and_a_tools_json_is_written_as_json() -> None:
     ],
 )
 def test_what_is_no_text_is_refused_with_what_to_do(message: BaseMessage) -> None:
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\].*reads text only; put .* into words"):
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\].*reads text only; say it in words"):
         to_agentspec([HumanMessage("hi"), message])
 
 

@@ -126,6 +126,6 @@ def _text(message: BaseMessage, number: int) -> str:
         else:
             raise InvalidRequestError(
                 f"messages[{number}] ({message.type}): needed text, got a content block of type {kind!r}: this "
-                f"model reads text only; put what it should know into words, or leave the block out"
+                f"model reads text only; say it in words, or leave the block out"
             )
     return "".join(pieces)
