@@ -127,7 +127,7 @@ class Ngram:
     def begin(self, row: Row) -> None:
         pass
 
-    def step(self, batch: Any, rows: list[Row]) -> tuple[float, list[list[int]]]:
+    def step(self, batch: Any, rows: list[Row]) -> tuple[float, float, list[list[int]]]:
         start = time.perf_counter()
         tokens, mask = self.worker._prepare_draft_tokens(batch)
         middle = time.perf_counter()
@@ -139,7 +139,7 @@ class Ngram:
             emitted.append(walk(tokens[i * WIDEST : (i + 1) * WIDEST].tolist(), parents, row.left))
         again = time.perf_counter()
         self.worker._update_ngram_corpus(batch)
-        return middle - start + time.perf_counter() - again, emitted
+        return middle - start, time.perf_counter() - again, emitted
 
     def end(self, row: Row) -> None:
         self.worker.ngram_corpus.erase_match_state([row.request.rid])
@@ -167,7 +167,7 @@ class AgentSpec:
     def begin(self, row: Row) -> None:
         self.worker._begin(row.request)
 
-    def step(self, batch: Any, rows: list[Row]) -> tuple[float, list[list[int]]]:
+    def step(self, batch: Any, rows: list[Row]) -> tuple[float, float, list[list[int]]]:
         drafter = self.worker.drafter
         start = time.perf_counter()
         calls = self.worker._settle(batch)
@@ -187,7 +187,7 @@ class AgentSpec:
             emitted.append(walk(drafter.tree.tokens[i].tolist(), parents, row.left))
         again = time.perf_counter()
         drafter.learn(calls)
-        return middle - start + time.perf_counter() - again, emitted
+        return middle - start, time.perf_counter() - again, emitted
 
     def end(self, row: Row) -> None:
         self.worker._end(row.request.rid)
@@ -219,7 +219,8 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
         by_id.setdefault(call.trajectory, []).append(call)
     trajectories = list(by_id.values())
     lanes = {w.name: [Lane(w, trajectories[i::size]) for i in range(size)] for w in workers}
-    times: dict[str, list[float]] = {w.name: [] for w in workers}
+    before: dict[str, list[float]] = {w.name: [] for w in workers}
+    after: dict[str, list[float]] = {w.name: [] for w in workers}
     tokens = {w.name: 0.0 for w in workers}
     for _ in range(steps):
         for worker in workers:
@@ -233,8 +234,9 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
                 spec_info=None,
                 grammar_needs_sync=lambda: False,
             )
-            seconds, emitted = worker.step(batch, rows)
-            times[worker.name].append(seconds * 1e6)
+            first, second, emitted = worker.step(batch, rows)
+            before[worker.name].append(first * 1e6)
+            after[worker.name].append(second * 1e6)
             tokens[worker.name] += sum(map(len, emitted)) / size
             for row, out in zip(rows, emitted, strict=True):
                 row.emit(out)
@@ -244,12 +246,13 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
                 worker.end(lane.row)
     return {
         name: {
-            "median_us": round(statistics.median(t), 1),
-            "p90_us": round(sorted(t)[int(0.9 * len(t))], 1),
+            "before_us": round(statistics.median(t), 1),
+            "before_p90_us": round(sorted(t)[int(0.9 * len(t))], 1),
+            "after_us": round(statistics.median(after[name]), 1),
             "tokens_a_step": round(tokens[name] / len(t), 2),
             "steps": len(t),
         }
-        for name, t in times.items()
+        for name, t in before.items()
         if t
     }
 
@@ -288,13 +291,11 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(result))
         return
-    print(f"{'batch':>5}  {'worker':<20}{'median':>10}{'p90':>10}   tokens/step   steps")
+    print(f"{'batch':>5}  {'worker':<20}{'before':>10}{'p90':>10}{'after':>10}   tokens/step   steps")
     for size, by_name in result["batch"].items():
         for name, r in by_name.items():
-            numbers = (
-                f"{r['median_us']:>8.0f}us{r['p90_us']:>8.0f}us{r['tokens_a_step']:>14.2f}{r['steps']:>8}"
-            )
-            print(f"{size:>5}  {name:<20}{numbers}")
+            numbers = "".join(f"{r[k]:>8.0f}us" for k in ("before_us", "before_p90_us", "after_us"))
+            print(f"{size:>5}  {name:<20}{numbers}{r['tokens_a_step']:>14.2f}{r['steps']:>8}")
     print("resident memory taken at start, MB:", result["allocated_mb"])
     print("memories held at the end, MB:", result["held_mb"])
 

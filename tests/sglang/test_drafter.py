@@ -244,3 +244,27 @@ def test_two_ranks_draft_alike() -> None:
         log.append(drafter.book.store.evictions)
         sent.append(log)
     assert sent[0] == sent[1] and sent[0][-1] > 0
+
+
+def test_load_switches_drafting_off() -> None:
+    """At a batch where more tokens cost what they bring at most, nothing is proposed at all."""
+    chosen = PluginSettings(cost_curve={1: 1.0, 4: 1.0, 8: 9.0, 64: 500.0})
+    drafter = Drafter(
+        chosen, vocabulary=VOCABULARY, curve=chosen.curve("cpu"), widest=4, max_rows=8, trees=True
+    )
+    output = list(range(30))
+    run(drafter, begin(drafter, [40, 41]), output)
+    calls = [begin(drafter, [40, 41], trajectory="session:x") for _ in range(4)]
+    for call in calls:
+        drafter.take(call, output[:3])
+    assert drafter.draft(calls[:1]).width > 1
+    asked = []
+    propose = drafter.proposer.propose
+    drafter.proposer.propose = lambda c, limits: asked.append(limits.max_tokens) or propose(c, limits)  # type: ignore
+    assert drafter.draft(calls).width == 1 and set(asked) == {0}
+
+
+def test_a_proposals_cost_grows_with_the_batch() -> None:
+    drafter = make(proposer_cost=0.02)
+    assert drafter._proposing(1) == pytest.approx(0.02)
+    assert drafter._proposing(16) > 0.25

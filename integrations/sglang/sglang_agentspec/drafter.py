@@ -107,6 +107,9 @@ class Drafter:
         self.trees = trees
         self.widths = settings.verify_widths(widest)
         self.curve = padded_curve(curve, self.widths)
+        self._raw_curve = curve
+        self._costs: dict[int, float] = {}
+        self._counts = np.arange(1.0, widest)
         self._tokenizer = tokenizer
         self.proposer = self._make_proposer()
         self.book = TrajectoryBook(int(settings.memory_mb * 1e6))
@@ -196,11 +199,13 @@ class Drafter:
         rows = len(calls)
         drafts: list[Draft] = []
         longest = 0
+        cost = self._proposing(rows)
         for call in calls:
             draft = self._no_draft
             if call.reason is None and not call.stopped:
+                call.policy.proposer_cost = cost
                 limits = call.policy.limits(call.max_output - call.taken, rows, self.trees)
-                if plain:
+                if plain or self._hopeless(limits):
                     limits = DraftLimits(0, 0, limits.tree, limits.price[:1])
                 draft = self.proposer.propose(call.context, limits)
                 longest = max(longest, len(draft))
@@ -275,6 +280,19 @@ class Drafter:
         return make_proposer(settings.proposer, tokenizer=self._tokenizer, **settings.proposer_settings)
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _proposing(self, rows: int) -> float:
+        """What the proposals of a batch take, relative to its forward over one token each: they run one after
+        another, so they grow with the batch while the forward hardly does."""
+        cost = self._costs.get(rows)
+        if cost is None:
+            cost = self._costs[rows] = self.settings.cost() * rows / self._raw_curve(rows)
+        return cost
+
+    def _hopeless(self, limits: DraftLimits) -> bool:
+        """Whether no draft could pay, were all of it accepted: n tokens are worth n at most."""
+        most = limits.max_tokens
+        return most > 0 and not bool((limits.price[1 : most + 1] < self._counts[:most]).any())
 
     def _report(self, fault: str) -> None:
         self._refused += 1
