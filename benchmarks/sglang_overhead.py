@@ -247,8 +247,9 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
     return {
         name: {
             "before_us": round(statistics.median(t), 1),
-            "before_p90_us": round(sorted(t)[int(0.9 * len(t))], 1),
+            "before_p10_us": round(sorted(t)[int(0.1 * len(t))], 1),
             "after_us": round(statistics.median(after[name]), 1),
+            "both_us": round(statistics.median(map(sum, zip(t, after[name], strict=True))), 1),
             "tokens_a_step": round(tokens[name] / len(t), 2),
             "steps": len(t),
         }
@@ -291,10 +292,14 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(result))
         return
-    print(f"{'batch':>5}  {'worker':<20}{'before':>10}{'p90':>10}{'after':>10}   tokens/step   steps")
+    print(
+        f"{'batch':>5}  {'worker':<20}{'before':>10}{'p10':>10}{'after':>10}{'both':>10}   tokens/step   steps"
+    )
     for size, by_name in result["batch"].items():
         for name, r in by_name.items():
-            numbers = "".join(f"{r[k]:>8.0f}us" for k in ("before_us", "before_p90_us", "after_us"))
+            numbers = "".join(
+                f"{r[k]:>8.0f}us" for k in ("before_us", "before_p10_us", "after_us", "both_us")
+            )
             print(f"{size:>5}  {name:<20}{numbers}{r['tokens_a_step']:>14.2f}{r['steps']:>8}")
     print("resident memory taken at start, MB:", result["allocated_mb"])
     print("memories held at the end, MB:", result["held_mb"])

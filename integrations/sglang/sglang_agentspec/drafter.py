@@ -292,7 +292,9 @@ class Drafter:
     def _hopeless(self, limits: DraftLimits) -> bool:
         """Whether no draft could pay, were all of it accepted: n tokens are worth n at most."""
         most = limits.max_tokens
-        return most > 0 and not bool((limits.price[1 : most + 1] < self._counts[:most]).any())
+        if most == 0 or limits.price[1] < 1.0:
+            return False
+        return not bool((limits.price[1 : most + 1] < self._counts[:most]).any())
 
     def _report(self, fault: str) -> None:
         self._refused += 1
