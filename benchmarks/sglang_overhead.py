@@ -293,7 +293,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(
-        f"{'batch':>5}  {'worker':<20}{'before':>10}{'p10':>10}{'after':>10}{'both':>10}   tokens/step   steps"
+        f"{'batch':>5}  {'worker':<20}{'before':>10}{'p10':>10}{'after':>10}{'both':>10}   tokens/step  steps"
     )
     for size, by_name in result["batch"].items():
         for name, r in by_name.items():
