@@ -28,6 +28,7 @@ _NAMES = {
     "TrajectoryMemory": "agentspec.memory",
     "agent_loop": "agentspec.loop",
     "current_trajectory": "agentspec.loop",
+    "record": "agentspec.recordings",
     "seed": "agentspec.loop",
     "tool": "agentspec.loop",
     "trajectory": "agentspec.loop",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from agentspec.errors import AgentSpecError
     from agentspec.loop import Trajectory, agent_loop, current_trajectory, seed, tool, trajectory
     from agentspec.memory import TrajectoryMemory
+    from agentspec.recordings import record
 
 
 def __getattr__(name: str) -> Any:

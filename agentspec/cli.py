@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": ("agentspec.demo", "an agent of nine calls on a real model, plain and with agentspec"),
     "doctor": ("agentspec.doctor", "what is here, what is missing, and the command that mends it"),
+    "replay": ("agentspec.replay", "what agentspec would have done on recorded trajectories"),
     "economics": ("agentspec.breakeven", "when drafting pays: expected tokens, speedup, break-even, best k"),
 }
 

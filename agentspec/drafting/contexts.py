@@ -4,15 +4,14 @@ Called by the mixture's kernels. May import numpy, tables and memory's kernel de
 
 a, b, c, d, e are the last tokens, a the latest.
 
-     0..5   the last 1, 2, 3, 4, 8, 16 tokens
-     6      b c                      7   b c d e
-     8      a c                      9   a b d
-    10      the line's first token, a
-    11      a and what followed it the last two times
-    12      the last three punctuation, newline or special tokens, a
-    13      the last two of them, and the classes of a and b
-    14      the role of the last input, how far into the output we are
-    15      b d and the class of a
+     0..4   the last 1, 2, 3, 8, 16 tokens
+     5      b c                      6   b c d e
+     7      the line's first token, a
+     8      a and what followed it the last two times
+     9      the last three punctuation, newline or special tokens, a
+    10      the last two of them, and the classes of a and b
+    11      the role of the last input, how far into the output we are
+    12      b d and the class of a
 
 The state of a call (int64[STATE]) carries what is not in the last tokens: 0 the line's first token, 1..3 the
 last punctuation tokens, 4 whether a new line begins, 5 the last four top guesses' hits (bits), 6 the role.
@@ -25,14 +24,14 @@ from typing import Any
 from agentspec.drafting.tables import M32, follow_slot, log2_floor, mix
 from agentspec.memory.kernels import kernel
 
-__all__ = ["CONTEXTS", "HISTORY", "NAMES", "ORDERS", "STATE", "advance", "hashes", "recent"]
+__all__ = ["CONTEXTS", "HISTORY", "NAMES", "ORDERS", "ROLE", "STATE", "advance", "hashes", "recent"]
 
 NAMES = (
-    "1", "2", "3", "4", "8", "16", "-2-3", "-2..-5", "-1-3", "-1-2-4", "line", "indirect", "punct3", "punct2",
-    "role", "-2-4",
+    "1", "2", "3", "8", "16", "-2-3", "-2..-5", "line", "indirect", "punct3", "punct2", "role", "-2-4",
 )  # fmt: skip
 CONTEXTS = len(NAMES)
-ORDERS = 6  # the first ORDERS contexts are the last k tokens, by rising k
+ORDERS = 5  # the first ORDERS contexts are the last k tokens, by rising k
+ROLE = 11  # the context that means nothing in input
 HISTORY = 16
 STATE = 8
 NO_CONTEXT = -1
@@ -88,7 +87,7 @@ def hashes(history: Any, state: Any, output_length: Any, own: Any, classes: Any,
         if t < 0:
             break
         h = mix(h, t)
-        if i < 4 or i == 7 or i == 15:
+        if i < 3 or i == 7 or i == 15:
             out[k] = mix(h, k)
             k += 1
     while k < ORDERS:
@@ -99,19 +98,17 @@ def hashes(history: Any, state: Any, output_length: Any, own: Any, classes: Any,
     c = history[2]
     d = history[3]
     e = history[4]
-    out[6] = mix(mix(6, b), c)
-    out[7] = mix(mix(mix(mix(7, b), c), d), e)
-    out[8] = mix(mix(8, a), c)
-    out[9] = mix(mix(mix(9, a), b), d)
-    out[10] = mix(mix(10, state[0]), a)
+    out[5] = mix(mix(5, b), c)
+    out[6] = mix(mix(mix(mix(6, b), c), d), e)
+    out[7] = mix(mix(7, state[0]), a)
     slot = follow_slot(a)
-    out[11] = mix(mix(mix(11, a), int(own[slot]) & M32), int(own[slot + 1]) & M32)
-    out[12] = mix(mix(mix(mix(12, state[1]), state[2]), state[3]), a)
+    out[8] = mix(mix(mix(8, a), int(own[slot]) & M32), int(own[slot + 1]) & M32)
+    out[9] = mix(mix(mix(mix(9, state[1]), state[2]), state[3]), a)
     class_a = class_of(classes, a) & 7
     class_b = class_of(classes, b) & 7
-    out[13] = mix(mix(mix(mix(13, state[1]), state[2]), class_a), class_b)
+    out[10] = mix(mix(mix(mix(10, state[1]), state[2]), class_a), class_b)
     far = output_length
     if far > 8:
         far = 8 + log2_floor(output_length >> 2)
-    out[14] = mix(mix(14, state[6]), far)
-    out[15] = mix(mix(mix(15, b), d), class_a)
+    out[11] = mix(mix(11, state[6]), far)
+    out[12] = mix(mix(mix(12, b), d), class_a)

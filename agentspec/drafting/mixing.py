@@ -23,28 +23,25 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.drafting.contexts import CONTEXTS, HISTORY, NAMES, ORDERS, STATE, advance, hashes, recent
+from agentspec.drafting.contexts import CONTEXTS, HISTORY, NAMES, ORDERS, ROLE, STATE, advance, hashes, recent
 from agentspec.drafting.tables import K1, M32, follow_slot, insert, log2_floor, lookup, seen_slot, wide_line
 from agentspec.memory.kernels import kernel
 
-__all__ = ["FEATURES", "LANGUAGE", "PAIRS", "PAIR_NAMES", "absorb", "ingest", "learn", "propose", "publish"]
+__all__ = ["FEATURES", "LANGUAGE", "LEXICAL", "PAIRS", "PAIR_NAMES", "absorb", "ingest", "learn", "propose", "publish"]
 
-# In the language table: orders 1 to 4, and a c.
-LANGUAGE = (0, 1, 2, 3, 8)
-PAIRS = 2 * CONTEXTS + len(LANGUAGE)
+LANGUAGE = 3  # the first so many contexts are in the language table
+PAIRS = 2 * CONTEXTS + LANGUAGE
 PAIR_NAMES = tuple(
-    [f"own {n}" for n in NAMES] + [f"shared {n}" for n in NAMES] + [f"language {NAMES[k]}" for k in LANGUAGE]
+    [f"own {n}" for n in NAMES] + [f"shared {n}" for n in NAMES] + [f"language {n}" for n in NAMES[:LANGUAGE]]
 )
-MAX_CANDIDATES = 96
+MAX_CANDIDATES = 40
 MAX_NODES = 64
 SLOTS = 512  # of the hash that finds a candidate by token
 KINDS = 4
 # State of a candidate in a pair: count {1, 2, 3-4, 5+} x others {0, 1, 2-3, 4-8, 9+} x place {0, 1, 2, 3+} x kind.
 PRESENT = 4 * 5 * 4 * KINDS
 STRIDE = PRESENT + 16
-F_TOKEN = PAIRS * STRIDE
-F_LAST = F_TOKEN + 4096
-F_OWN = F_LAST + 4096
+F_OWN = PAIRS * STRIDE
 F_SHARED = F_OWN + 64
 F_DISTANCE = F_SHARED + 64
 F_HITS = F_DISTANCE + 128
@@ -58,21 +55,26 @@ F_ESCAPE_HITS = F_ESCAPE_TOTAL + 64
 F_ESCAPE_LANGUAGE = F_ESCAPE_HITS + 16
 FEATURES = F_ESCAPE_LANGUAGE + 16
 COMMON = 10
+# Lexical features, which know tokens: they have weights of their own, never shared without a namespace.
+L_TOKEN = 0
+L_LAST = 4096
+LEXICAL = L_LAST + 4096
 MOST = 2 * PAIRS + COMMON
 # Columns of the candidates' int32 array.
 TOKEN, COUNT, OWN, SHARED, OWN_STATE, SHARED_STATE, OWN_VOTES, SHARED_VOTES, LANG, KIND = range(10)
 COLUMNS = 10
 # Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked at), kind
 TREE = 5
+NEGLIGIBLE = -11.0  # log of the odds against the best under which a candidate counts as impossible
 SMALL = 0.003  # gradients under this teach nothing worth the time
 
 
 @kernel(
-    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], int64, int64[::1], int64, int64, int64, boolean,"
+    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, int64[::1], int64, int64, int64, boolean,"
     " int32[:, ::1], float64[::1], int32[:, ::1], int32[::1], int64[::1], int64[::1], int64[::1])"
 )
 def candidates(
-    own: Any, shared: Any, language: Any, weights: Any, mask: Any, hashed: Any, last: Any, hits: Any, clock: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, hashed: Any, last: Any, hits: Any, clock: Any,
     keep: Any, cand: Any, score: Any, features: Any, index: Any, found: Any, absent: Any, escape: Any,
 ) -> Any:  # fmt: skip
     """The candidates at one context and their probabilities, in score[:n]; n is returned.
@@ -94,15 +96,12 @@ def candidates(
             continue
         alive = True
         best = 0
-        many = CONTEXTS if t < 2 else len(LANGUAGE)
-        for k in range(many):
-            context = k
-            if t == 2 and k == 4:
-                context = 8
+        many = CONTEXTS if t < 2 else LANGUAGE
+        for context in range(many):
             if context < ORDERS and not alive:
                 continue
             h = hashed[context]
-            p = t * CONTEXTS + k
+            p = t * CONTEXTS + context
             if h < 0 or ((mask >> p) & 1) == 0:
                 continue
             at = lookup(table, h)
@@ -140,12 +139,7 @@ def candidates(
         context = ORDERS - 1 - turn if turn < ORDERS else turn
         for t in range(3):
             p = t * CONTEXTS + context
-            if t == 2:
-                if context == 8:
-                    p = 2 * CONTEXTS + 4
-                elif context > 3:
-                    continue
-            if absent[p] < 0:
+            if (t == 2 and context >= LANGUAGE) or absent[p] < 0:
                 continue
             table = own if t == 0 else (shared if t == 1 else language)
             at = found[p]
@@ -242,7 +236,7 @@ def candidates(
                 elif context < ORDERS and cand[c, LANG] == 0:
                     cand[c, LANG] = context + 1
                 j += 1
-    last_feature = F_LAST + ((((last + 1) * K1) & M32) >> 21) * 2
+    last_feature = L_LAST + ((((last + 1) * K1) & M32) >> 21) * 2
     now = int(own[2])
     escape[0] = F_ESCAPE + longest_own * 8 + longest_shared
     escape[1] = F_ESCAPE_TOTAL + own_total + (16 if longest_own > 0 else 0)
@@ -262,7 +256,7 @@ def candidates(
         ago = 30
         if seen != 0:
             ago = min(29, log2_floor(max(1, now + 1 - seen)))
-        f0 = F_TOKEN + (((token * K1) & M32) >> 20)
+        f0 = L_TOKEN + (((token * K1) & M32) >> 20)
         f1 = last_feature + top
         f2 = F_OWN + longest_own * 8 + own_order
         f3 = F_SHARED + longest_shared * 8 + shared_order
@@ -274,19 +268,19 @@ def candidates(
         f9 = F_LANGUAGE + (longest_language * 5 + int(cand[c, LANG])) * 8 + min(own_order, 3) * 2 + min(shared_order, 1)
         if keep:
             m = int(cand[c, COUNT])
-            features[c, m] = f0
-            features[c, m + 1] = f1
-            features[c, m + 2] = f2
-            features[c, m + 3] = f3
-            features[c, m + 4] = f4
-            features[c, m + 5] = f5
-            features[c, m + 6] = f6
-            features[c, m + 7] = f7
-            features[c, m + 8] = f8
-            features[c, m + 9] = f9
+            features[c, m] = f2
+            features[c, m + 1] = f3
+            features[c, m + 2] = f4
+            features[c, m + 3] = f5
+            features[c, m + 4] = f6
+            features[c, m + 5] = f7
+            features[c, m + 6] = f8
+            features[c, m + 7] = f9
+            features[c, m + 8] = f0
+            features[c, m + 9] = f1
             cand[c, COUNT] = m + COMMON
         x = (
-            score[c] + base + weights[f0] + weights[f1] + weights[f2] + weights[f3] + weights[f4] + weights[f5]
+            score[c] + base + lexical[f0] + lexical[f1] + weights[f2] + weights[f3] + weights[f4] + weights[f5]
             + weights[f6] + weights[f7] + weights[f8] + weights[f9]
         )  # fmt: skip
         score[c] = x
@@ -299,26 +293,31 @@ def candidates(
             i = (i + 1) & (SLOTS - 1)
     total_mass = math.exp(nothing - highest)
     for c in range(n):
-        score[c] = math.exp(score[c] - highest)
-        total_mass += score[c]
+        x = score[c] - highest
+        if x > NEGLIGIBLE:
+            x = math.exp(x)
+            total_mass += x
+        else:
+            x = 0.0
+        score[c] = x
     for c in range(n):
         score[c] /= total_mass
     return n
 
 
-@kernel("void(float32[::1], int64, float64, float64)")
-def _descend(weights: Any, f: Any, gradient: Any, rate: Any) -> Any:
-    squares = weights[FEATURES + f] + gradient * gradient
-    weights[FEATURES + f] = squares
+@kernel("void(float32[::1], int64, int64, float64, float64)")
+def _descend(weights: Any, half: Any, f: Any, gradient: Any, rate: Any) -> Any:
+    squares = weights[half + f] + gradient * gradient
+    weights[half + f] = squares
     weights[f] -= rate * gradient / math.sqrt(squares + 1e-4)
 
 
 @kernel(
-    "void(float32[::1], float64, int64, int64, int32[:, ::1], float64[::1], int32[:, ::1], int64[::1],"
+    "void(float32[::1], float32[::1], float64, int64, int64, int32[:, ::1], float64[::1], int32[:, ::1], int64[::1],"
     " int64[::1], float64[::1])"
 )
 def _teach(
-    weights: Any, rate: Any, n: Any, truth: Any, cand: Any, score: Any, features: Any, absent: Any, escape: Any,
+    weights: Any, lexical: Any, rate: Any, n: Any, truth: Any, cand: Any, score: Any, features: Any, absent: Any, escape: Any,
     sums: Any,
 ) -> Any:  # fmt: skip
     """One AdaGrad step on the cross-entropy; truth is the candidate that came, -1: none of them."""
@@ -336,18 +335,21 @@ def _teach(
                 if f < 0:
                     sums[-1 - f] -= g
             continue
-        for k in range(int(cand[c, COUNT])):
+        last = int(cand[c, COUNT]) - 2
+        for k in range(last):
             f = int(features[c, k])
             if f < 0:
                 sums[-1 - f] -= g
             else:
-                _descend(weights, f, g, rate)
+                _descend(weights, FEATURES, f, g, rate)
+        _descend(lexical, LEXICAL, int(features[c, last]), g, rate)
+        _descend(lexical, LEXICAL, int(features[c, last + 1]), g, rate)
     for p in range(PAIRS):
         if absent[p] >= 0 and abs(sums[p]) > SMALL:
-            _descend(weights, absent[p], sums[p], rate)
+            _descend(weights, FEATURES, absent[p], sums[p], rate)
     if abs(missed) > SMALL:
         for k in range(4):
-            _descend(weights, escape[k], missed, rate)
+            _descend(weights, FEATURES, escape[k], missed, rate)
 
 
 @kernel("void(uint32[::1], int64, int64, int64)")
@@ -374,7 +376,7 @@ def ingest(
         recent(tokens, i, history)
         hashes(history, state, 0, own, classes, hashed)
         for k in range(CONTEXTS):
-            if hashed[k] >= 0 and k != 14 and ((mask >> k) & 1) == 1:
+            if hashed[k] >= 0 and k != ROLE and ((mask >> k) & 1) == 1:
                 insert(own, hashed[k], token, kind, 0, False)
         _note(own, history[0], token, kind)
         advance(state, token, classes)
@@ -391,10 +393,9 @@ def absorb(table: Any, tokens: Any, state: Any, classes: Any) -> Any:
             continue
         recent(tokens, i, history)
         hashes(history, state, 0, table, classes, hashed)
-        for k in range(5):
-            context = 8 if k == 4 else k
-            if hashed[context] >= 0:
-                insert(table, hashed[context], token, 0, 0, False)
+        for k in range(LANGUAGE):
+            if hashed[k] >= 0:
+                insert(table, hashed[k], token, 0, 0, False)
         table[2] = int(table[2]) + 1
 
 
@@ -410,11 +411,11 @@ def publish(shared: Any, tokens: Any, hashed: Any, count: Any, tag: Any, mask: A
 
 
 @kernel(
-    "void(uint32[::1], uint32[::1], uint32[::1], float32[::1], int64, float64, int32[::1], int64, int64, int64,"
+    "void(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, float64, int32[::1], int64, int64, int64,"
     " int64[::1], uint8[::1], uint32[:, ::1], int32[::1], float64[::1])"
 )
 def learn(
-    own: Any, shared: Any, language: Any, weights: Any, mask: Any, rate: Any, tokens: Any, prompt_length: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, rate: Any, tokens: Any, prompt_length: Any,
     start: Any, end: Any, state: Any, classes: Any, kept: Any, kept_tokens: Any, sums_out: Any,
 ) -> Any:  # fmt: skip
     """Learn from tokens[start:end] of a call and insert them.
@@ -437,7 +438,7 @@ def learn(
         recent(tokens, i, history)
         hashes(history, state, i - prompt_length, own, classes, hashed)
         n = candidates(
-            own, shared, language, weights, mask, hashed, history[0], state[5], int(own[2]), True, cand, score,
+            own, shared, language, weights, lexical, mask, hashed, history[0], state[5], int(own[2]), True, cand, score,
             features, index, found, absent, escape,
         )  # fmt: skip
         truth = -1
@@ -457,7 +458,7 @@ def learn(
             sums_out[0] -= math.log(max(left, 1e-9))
             sums_out[1] += 1.0
         sums_out[2] += 1.0
-        _teach(weights, rate, n, truth, cand, score, features, absent, escape, sums)
+        _teach(weights, lexical, rate, n, truth, cand, score, features, absent, escape, sums)
         state[5] = ((state[5] << 1) | (1 if (truth >= 0 and truth == guess) else 0)) & 15
         for k in range(CONTEXTS):
             h = hashed[k]
@@ -473,11 +474,11 @@ def learn(
 
 
 @kernel(
-    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], int64, int32[::1], int64, int64, int64[::1],"
+    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, int32[::1], int64, int64, int64[::1],"
     " uint8[::1], int64, int64, boolean, float64[::1], int32[:, ::1], float64[::1])"
 )
 def propose(
-    own: Any, shared: Any, language: Any, weights: Any, mask: Any, tokens: Any, prompt_length: Any, size: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, tokens: Any, prompt_length: Any, size: Any,
     state: Any, classes: Any, most: Any, deepest: Any, tree: Any, price: Any, nodes: Any, paths: Any,
 ) -> Any:  # fmt: skip
     """The best draft of at most `most` nodes: nodes[TREE, >= most], paths[>= most] path probabilities; how many.
@@ -538,7 +539,7 @@ def propose(
         if depth < deepest:
             hashes(history, here, size + depth - prompt_length, own, classes, hashed)
             m = candidates(
-                own, shared, language, weights, mask, hashed, history[0], here[5], int(own[2]) + depth, False, cand,
+                own, shared, language, weights, lexical, mask, hashed, history[0], here[5], int(own[2]) + depth, False, cand,
                 score, features, index, found, absent, escape,
             )  # fmt: skip
             guess = -1

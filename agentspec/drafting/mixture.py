@@ -5,9 +5,11 @@ agentspec.memory and its neighbours in drafting. mixing.py has the arithmetic an
 
 What it keeps, and where
     Ledger      per trajectory, in memory.attachments: the own table (trajectory_bytes), and without a namespace
-                the weights
+                the lexical weights (those that know tokens)
     Namespace   per namespace, in memory.shared.attachments: the shared table (namespace_bytes), the weights, and
                 the outputs that wait to enter the table
+    _alone      the other weights of trajectories without a namespace: they say how far a context of some shape
+                is to be trusted, and no text can be read out of them
 A trajectory's outputs enter its namespace's table when a call of another trajectory begins there: until then
 they are in its own table, and counting them twice would mislead the mixture.
 
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 
 from agentspec.drafting import mixing
 from agentspec.drafting.contexts import CONTEXTS, STATE
-from agentspec.drafting.mixing import FEATURES, MAX_NODES, PAIRS, PRESENT, STRIDE
+from agentspec.drafting.mixing import FEATURES, LEXICAL, MAX_NODES, PAIRS, PRESENT, STRIDE
 from agentspec.drafting.proposer import Draft, DraftLimits
 from agentspec.drafting.tables import UInt32, new_table
 from agentspec.drafting.vocabulary import Vocabulary
@@ -45,6 +47,10 @@ PLAIN = 0.3  # what a present successor is worth before anything is known
 _ROLES = {"system": 1, "user": 2, "tool": 3, "assistant": 4}
 _MOST_PENDING = 4 * 2**20  # bytes of outputs that wait to enter a namespace's table
 _SETTLE = 64  # tokens from whose reading a call's state is had
+# Where a candidate came from (mixing.KIND), as the memory names it.
+_SOURCES = np.array(
+    [Source.PROMPT, Source.TOOL, Source.OUTPUT, Source.SEED, 0, 0, 0, Source.SHARED, Source.LANGUAGE], np.int8
+)
 _NONE: UInt32 = np.zeros(1, np.uint32)
 
 
@@ -101,6 +107,7 @@ class Namespace:
     def __init__(self, nbytes: int, weights: NDArray[np.float32]) -> None:
         self.table = new_table(nbytes)
         self.weights = weights
+        self.lexical = np.zeros(2 * LEXICAL, np.float32)
         self.lock = threading.Lock()
         self.pending: OrderedDict[int, list[tuple[NDArray[np.int32], UInt32]]] = OrderedDict()
         self.pending_bytes = 0
@@ -108,24 +115,28 @@ class Namespace:
 
     @property
     def nbytes(self) -> int:
-        return int(self.table.nbytes + self.weights.nbytes + self.pending_bytes)
+        return int(self.table.nbytes + self.weights.nbytes + self.lexical.nbytes + self.pending_bytes)
 
 
 class Ledger:
     """What one trajectory's memory has taught."""
 
-    def __init__(self, nbytes: int, weights: NDArray[np.float32], number: int) -> None:
+    def __init__(self, nbytes: int, weights: NDArray[np.float32], namespace: Namespace | None) -> None:
         self.table = new_table(nbytes)
         self.weights = weights
-        self.own_weights = number == 0
-        self.number = number
+        self.number = 0
+        self.lexical = np.zeros(2 * LEXICAL, np.float32) if namespace is None else namespace.lexical
+        self.alone = namespace is None
+        if namespace is not None:
+            namespace.trajectories += 1
+            self.number = namespace.trajectories
         self.segments = 0
         self.state = np.zeros(STATE, np.int64)
         self.state[6] = _ROLES["user"]
 
     @property
     def nbytes(self) -> int:
-        return int(self.table.nbytes + (self.weights.nbytes if self.own_weights else 0))
+        return int(self.table.nbytes + (self.lexical.nbytes if self.alone else 0))
 
 
 class _Call:
@@ -181,6 +192,7 @@ class MixtureProposer:
         self.vocabulary = Vocabulary.of(tokenizer) if vocabulary is None else vocabulary
         self.pairs = pairs
         self.prior = prior if isinstance(prior, Prior) else Prior.load(prior)
+        self._alone = self.prior.alone.copy()
         self.score = np.zeros(3, np.float64)  # log-loss in nats, tokens that were no candidate, tokens
         self._calls: dict[int, _Call] = {}
 
@@ -215,7 +227,7 @@ class MixtureProposer:
         buffer = context.tokens
         n = mixing.propose(
             ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
-            self.pairs, buffer, context.prompt_length, len(buffer), call.state, self.vocabulary.classes, most,
+            ledger.lexical, self.pairs, buffer, context.prompt_length, len(buffer), call.state, self.vocabulary.classes, most,
             limits.max_depth, limits.tree, limits.price, call.nodes, call.paths,
         )  # fmt: skip
         call.drafted = n
@@ -225,7 +237,7 @@ class MixtureProposer:
             call.nodes[0, :n].copy(),
             call.nodes[1, :n].copy(),
             call.paths[:n].astype(np.float32),
-            call.nodes[4, :n].astype(np.int8),
+            _SOURCES[call.nodes[4, :n]],
         )
 
     def observe(self, context: Context, emitted: NDArray[np.int32]) -> None:
@@ -255,7 +267,7 @@ class MixtureProposer:
         kept_tokens = np.empty(count, np.int32)
         mixing.learn(
             ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
-            self.pairs, RATE, context.tokens, context.prompt_length, call.learned, call.known, call.learned_state,
+            ledger.lexical, self.pairs, RATE, context.tokens, context.prompt_length, call.learned, call.known, call.learned_state,
             self.vocabulary.classes, kept, kept_tokens, self.score,
         )  # fmt: skip
         call.learned = call.known
@@ -283,28 +295,21 @@ class MixtureProposer:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _fresh_weights(self, shared: bool) -> NDArray[np.float32]:
-        weights: NDArray[np.float32] = (self.prior.shared if shared else self.prior.alone).copy()
-        return weights
-
     def _namespace(self, context: Context) -> Namespace | None:
         shared = context.memory.shared
         if shared is None:
             return None
         found = shared.attachments.get(self.name)
         if found is None:
-            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self._fresh_weights(True))
+            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self.prior.shared.copy())
         return found
 
     def _ledger(self, context: Context, namespace: Namespace | None) -> Ledger:
         memory = context.memory
         ledger = memory.attachments.get(self.name)
         if ledger is None:
-            if namespace is None:
-                ledger = Ledger(self.trajectory_bytes, self._fresh_weights(False), 0)
-            else:
-                namespace.trajectories += 1
-                ledger = Ledger(self.trajectory_bytes, namespace.weights, namespace.trajectories)
+            weights = self._alone if namespace is None else namespace.weights
+            ledger = Ledger(self.trajectory_bytes, weights, namespace)
             memory.attachments[self.name] = ledger
         return ledger
 

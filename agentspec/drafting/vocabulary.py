@@ -22,7 +22,7 @@ from agentspec.errors import InvalidRequestError
 
 __all__ = ["Vocabulary", "token_class"]
 
-LANGUAGE_BYTES = 16 * 2**20
+LANGUAGE_BYTES = 10 * 2**20
 _PIECE = 1 << 16  # characters encoded at a time
 
 

@@ -54,7 +54,11 @@ _HELD_ENTRY_BYTES = 150
 
 
 class Source(enum.IntEnum):
-    """Where a token in the memory came from. CURRENT is a call's own output while the call is open."""
+    """Where a token in the memory came from. CURRENT is a call's own output while the call is open.
+
+    No memory holds tokens of the last two; a draft may come from them: SHARED, what other trajectories of the
+    namespace put out, and LANGUAGE, a text that ships with agentspec.
+    """
 
     PROMPT = 0
     TOOL = 1
@@ -62,6 +66,8 @@ class Source(enum.IntEnum):
     CURRENT = 3
     SEED = 4
     SCHEMA = 5
+    SHARED = 6
+    LANGUAGE = 7
 
 
 class Place(enum.IntEnum):
