@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_agentspec.reply import Reply, _spoil
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
@@ -136,6 +136,7 @@ json_objects = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(json_objects, st.integers(0, 80))
 def test_no_beginning_of_arguments_is_repaired(value: dict[str, Any], cut: int) -> None:
     text = json.dumps(value)[:cut]

@@ -125,7 +125,7 @@ def _text(message: BaseMessage, number: int) -> str:
             pieces.append(json.dumps(block.get("json", block), ensure_ascii=False, default=str))
         else:
             raise InvalidRequestError(
-                f"messages[{number}] ({message.type}): needed text, got a content block of type {kind!r}: this "
-                f"model reads text only; say it in words, or leave the block out"
+                f"messages[{number}] ({message.type}): needed text, got a content block of type {kind!r}: "
+                f"this model reads text only; say it in words, or leave the block out"
             )
     return "".join(pieces)
