@@ -94,7 +94,7 @@ class ScriptedEngine:
         if not channel.claim():
             return
         number = self._calls[trajectory.id] = self._calls.get(trajectory.id, -1) + 1
-        stats = channel.stats = CallStats(
+        stats = CallStats(
             model=self.model_name,
             engine=self.target.engine,
             trajectory_id=trajectory.id,
@@ -106,6 +106,7 @@ class ScriptedEngine:
             proposer_ms=0.1,
             forward_ms=0.9,
         )
+        channel.span.measuring(stats)
         for step in script:
             time.sleep(step.wait_s)
             if step.error is not None:

@@ -221,12 +221,10 @@ class Channel:
     It holds no reference to its Generation, so a consumer that is dropped is noticed (Generation.__del__, which
     may run anywhere and so only sets `aborted`). Nothing blocks the writer: an unread call holds its chunks.
     span is the call's (telemetry.chat); it ends with the call, before its consumer learns of the end.
-    stats: set by the engine as soon as it measures, for calls that fail.
     """
 
     def __init__(self, span: telemetry.ChatSpan | telemetry.NoCall = telemetry.NO_CALL) -> None:
         self.span = span
-        self.stats: CallStats | None = None
         self._events: deque[TokenChunk | CallStats | BaseException] = deque()
         self._wakers: list[Callable[[], None]] = []
         self._sealed = False
@@ -245,7 +243,7 @@ class Channel:
         elif isinstance(event, CallStats):
             self.span.finish(event)
         else:
-            self.span.finish(self.stats, event)
+            self.span.finish(error=event)
         with self._lock:
             if self._sealed and isinstance(event, TokenChunk):
                 return

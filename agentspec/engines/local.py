@@ -298,7 +298,7 @@ class LocalEngine:
             spliced_tokens=job.options.get("spliced", 0),
             queue_ms=(started - job.submitted_ns) / 1e6,
         )
-        channel.stats = stats
+        channel.span.measuring(stats)
         state.calls += 1
         self._take_seeds(state, job.trajectory)
         if state.policy is None:

@@ -8,10 +8,14 @@ dropped stream whose engine is gone) ends its span when the channel is collected
 
 from __future__ import annotations
 
+import atexit
+import copy
+import functools
 import hashlib
 import logging
 import os
 import time
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
+from agentspec.errors import RequestAbortedError
 from agentspec.telemetry import names as n
 from agentspec.telemetry.content import messages_json, output_json
 from agentspec.telemetry.drift import Drift, DriftWatch
@@ -35,6 +40,7 @@ __all__ = ["NO_CALL", "ChatSpan", "NoCall", "Target", "chat", "fingerprint"]
 logger = logging.getLogger("agentspec.telemetry")
 
 _drift = DriftWatch()
+_open: weakref.WeakSet[ChatSpan] = weakref.WeakSet()
 # (GenerationRequest's option, attribute, the value that asks for nothing)
 _PARAMETERS = (
     ("max_tokens", n.MAX_TOKENS, None),
@@ -68,6 +74,9 @@ class NoCall:
     def finish(self, stats: Any = None, error: BaseException | None = None) -> None:
         pass
 
+    def measuring(self, stats: Any) -> None:
+        pass
+
     def headers(self) -> dict[str, str]:
         return {}
 
@@ -82,22 +91,31 @@ def chat(
     try:
         if tracer() is None and instruments() is None:
             return NO_CALL
+        _at_exit()
         return ChatSpan(target, request, trajectory, messages)
     except Exception:
         logger.exception("a call goes untraced")
         return NO_CALL
 
 
+@functools.cache
+def _at_exit() -> None:
+    # Exit handlers run last registered first, and the providers' were registered by now.
+    atexit.register(_drop_open)
+
+
 class ChatSpan:
     """One call's span and metrics. `finish` may be called from any thread, counts once, and never raises."""
 
     __slots__ = (
+        "__weakref__",
         "_common",
         "_context",
         "_done",
         "_fingerprint",
         "_pid",
         "_started",
+        "_stats",
         "_text",
         "_trajectory",
         "span",
@@ -112,6 +130,7 @@ class ChatSpan:
         self._trajectory = trajectory
         self._fingerprint = fingerprint(request)
         self._text: list[str] | None = None
+        self._stats: Any = None
         provider = "agentspec" if target.engine == "local" else target.engine
         self._common: dict[str, Any] = {
             n.OPERATION: "chat",
@@ -137,6 +156,7 @@ class ChatSpan:
                 if messages is not None:
                     self.span.set_attribute(n.INPUT_MESSAGES, messages_json(messages, OPTIONS.limit()))
         self._context: Context = trace.set_span_in_context(self.span, parent)
+        _open.add(self)
 
     def _asked(self, target: Target, request: Any) -> dict[str, Any]:
         asked = {
@@ -161,6 +181,10 @@ class ChatSpan:
         propagate.inject(carrier, context=self._context)
         return carrier
 
+    def measuring(self, stats: Any) -> None:
+        """What the engine fills in as it goes: written as it stands if the call never comes to its end."""
+        self._stats = stats
+
     def chunk(self, text: str) -> None:
         """Text that arrived; kept only where content was opted into."""
         if self._text is not None:
@@ -172,6 +196,7 @@ class ChatSpan:
         if self._done or os.getpid() != self._pid:
             return
         self._done = True
+        _open.discard(self)
         seconds = time.perf_counter() - self._started
         try:
             self._write(stats, error, seconds)
@@ -181,9 +206,9 @@ class ChatSpan:
             self.span.end()
 
     def _write(self, stats: Any, error: BaseException | None, seconds: float) -> None:
-        abandoned = type(error).__name__ == "RequestAbortedError"
+        abandoned = isinstance(error, RequestAbortedError)
         partial = getattr(error, "partial", None)
-        stats = getattr(partial, "stats", partial) or stats
+        stats = stats or getattr(partial, "stats", partial) or _as_it_stands(self._stats)
         drift: Drift | None = None
         if stats is not None and not abandoned and error is None:
             drift = _drift.observe(self._trajectory, self._fingerprint, stats)
@@ -214,11 +239,30 @@ class ChatSpan:
                 common[n.ERROR_TYPE] = type(error).__qualname__
             made.record(common, self._trajectory.name, seconds, stats, drift)
 
+    def drop(self) -> None:
+        """Nobody will finish this call."""
+        self.finish(None, RequestAbortedError("the call was dropped before its end"))
+
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
-            from agentspec.errors import RequestAbortedError
+            self.drop()
 
-            self.finish(None, RequestAbortedError("the call was dropped before its end"))
+
+def _drop_open() -> None:
+    """At exit, before the providers send their last spans: the calls that are still running end here."""
+    for call in list(_open):
+        call.drop()
+
+
+def _as_it_stands(stats: Any) -> Any:
+    """A copy of a running call's figures, its output counted by what has arrived."""
+    if stats is None:
+        return None
+    stats = copy.copy(stats)
+    stats.arrivals = list(stats.arrivals)
+    if not stats.output_tokens:
+        stats.output_tokens = sum(tokens for _, tokens in stats.arrivals)
+    return stats
 
 
 def fingerprint(request: Any) -> str | None:

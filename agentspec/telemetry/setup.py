@@ -23,7 +23,7 @@ __all__ = ["Telemetry", "configure", "record_to"]
 
 logger = logging.getLogger("agentspec.telemetry")
 
-_EXIT_S = 1.5  # what a process waits for its last spans at exit, at most
+_EXIT_S = 1.2  # what a process waits for its last spans at exit, at most
 _FILE_DELAY_MS = 500  # a killed process loses at most this much of a recording
 _PROTOCOLS = {"http/protobuf": "http", "grpc": "grpc"}
 _made: Telemetry | None = None
