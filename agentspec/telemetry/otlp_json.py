@@ -90,7 +90,12 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
         ]
     if span.links:
         written["links"] = [
-            {**_ids(link.context), "attributes": _attributes(link.attributes)} for link in span.links
+            {
+                **_ids(link.context),
+                "flags": int(link.context.trace_flags) | _remote_flags(link.context),
+                "attributes": _attributes(link.attributes),
+            }
+            for link in span.links
         ]
     for key, dropped in (
         ("droppedAttributesCount", span.dropped_attributes),
@@ -102,9 +107,9 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
     return written
 
 
-def _parent_flags(parent: SpanContext | None) -> int:
-    """OTLP's "parent known to be remote or not" bits."""
-    return 0x100 | (0x200 if parent is not None and parent.is_remote else 0)
+def _remote_flags(context: SpanContext | None) -> int:
+    """OTLP's bits for "is remote is known" and "is remote"; below them stand W3C's trace flags."""
+    return 0x100 | (0x200 if context is not None and context.is_remote else 0)
 
 
 def _ids(context: SpanContext) -> dict[str, str]:

@@ -30,15 +30,6 @@ async def reader(engine, number: int) -> None:
         history += [result.message, {"role": "user", "content": read_file("notes.txt")}]
 
 
-def tiny():
-    from agentspec.drafting import CostCurve
-    from tests import tiny
-
-    return agentspec.LocalEngine(
-        tiny.model("llama"), tokenizer=tiny.tokenizer(), cost_curve=CostCurve.linear(0.01)
-    )
-
-
 def everything(engine, failing) -> None:
     """Two concurrent trajectories, a failing call and an abandoned one."""
 
@@ -66,11 +57,8 @@ def main() -> None:
         from opentelemetry.sdk.trace import TracerProvider
 
         trace.set_tracer_provider(TracerProvider(resource=Resource.create({"service.name": "mine"})))
-    made = None if scenario == "unconfigured" else agentspec.telemetry.configure()
-    if scenario in ("tiny", "unconfigured"):
-        with tiny() as engine:
-            everything(engine, failing)
-    elif scenario in ("scripted", "own-provider"):
+    made = None if scenario == "trace" else agentspec.telemetry.configure()
+    if scenario in ("scripted", "own-provider", "trace"):
         everything(ScriptedEngine(), failing)
     elif scenario == "calls":  # says how long the slowest of 20 calls took to be started and read
         engine, slowest = ScriptedEngine([[Step()] * 4]), 0.0
