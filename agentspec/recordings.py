@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -496,14 +496,14 @@ def record(path: str | Path, content: bool = False) -> Recorder:
     return recorder
 
 
-def note(
-    stats: Any,
-    input_ids: Iterable[int],
-    output_ids: Iterable[int],
-    steps: Iterable[int],
-    spans: Iterable[Any] | None = None,
-    max_tokens: int | None = None,
-) -> None:
-    """Called when a call has ended: hand it to every open recorder. Costs nothing when there is none."""
+def note(request: Any, chunks: Sequence[Any], stats: Any) -> None:
+    """Called by Generation when a call has ended: hand it to every open recorder. Nothing, when there is none.
+
+    request: GenerationRequest, chunks: its TokenChunks, stats: CallStats. Of several choices the first is kept.
+    """
+    if not _active:
+        return
+    ids = [token for chunk in chunks if chunk.index == 0 for token in chunk.token_ids]
+    steps = [tokens for _, tokens in stats.arrivals]
     for recorder in list(_active):
-        recorder.write(stats, input_ids, output_ids, steps, spans, max_tokens)
+        recorder.write(stats, request.input_ids, ids, steps, request.spans, request.max_tokens)

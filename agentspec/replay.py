@@ -309,7 +309,7 @@ def replay(
             proposer.begin(context)
             at, size = 0, len(call.output)
             while at < size:
-                remaining = (call.max_tokens or size) - at
+                remaining = (call.max_tokens or 1 << 30) - at
                 if fixed:
                     most = min(max_draft, max(0, remaining - 1)) if not tree else max_draft
                     limits = DraftLimits(most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1))

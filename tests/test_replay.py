@@ -246,3 +246,32 @@ def test_curves(tmp_path: Path) -> None:
     assert load_curve(str(path))(8) == pytest.approx(1.2)
     with pytest.raises(InvalidRequestError):
         load_curve("nowhere")
+
+
+@pytest.mark.parametrize("proposer", ["match", "mixture"])
+def test_a_local_run_is_predicted_exactly(tiny_engine: Any, tmp_path: Path, proposer: str) -> None:
+    """The same memory, proposer and width policy: replay takes the very verify steps that the engine took."""
+    from agentspec.engines.base import GenerationRequest
+    from agentspec.loop import trajectory
+
+    curve = CostCurve({1: 1.0, 4: 1.2, 16: 1.6})
+    made = make_proposer(proposer)
+    path = tmp_path / "run.jsonl"
+    engine = tiny_engine(proposer=made, cost_curve=curve, max_draft=8)
+    random = np.random.default_rng(3)
+    calls = []
+    with record(path, content=True):
+        prompt = random.integers(5, 60, 24).tolist()
+        with trajectory("t") as run:
+            for _ in range(4):
+                result = engine.generate(GenerationRequest(input_ids=prompt, max_tokens=40, trajectory=run)).result()
+                calls.append(result.stats)
+                prompt = [*prompt, *result.token_ids, *random.integers(5, 60, 8).tolist()]
+    report = replay(
+        read(path), Encoder(None), lambda: make_proposer(proposer), curve=curve, max_draft=8, tree=False, shared=False
+    )
+    assert [row.verify_steps for row in report.rows] == [stats.verify_steps for stats in calls]
+    assert [row.proposed for row in report.rows] == [stats.proposed for stats in calls]
+    assert [row.accepted for row in report.rows] == [stats.accepted for stats in calls]
+    assert sum(row.recorded_steps or 0 for row in report.rows) == sum(row.verify_steps for row in report.rows)
+    assert sum(row.accepted for row in report.rows) > 0

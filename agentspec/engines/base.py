@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from agentspec import telemetry
+from agentspec import recordings, telemetry
 from agentspec.engines.request import GenerationRequest
 from agentspec.errors import AgentSpecError, RequestAbortedError
 
@@ -419,6 +419,7 @@ class Generation:
             return event
         if isinstance(event, CallStats):
             self.stats = event
+            recordings.note(self.request, self._chunks, event)
             raise stop
         if isinstance(event, RequestAbortedError) and event.partial is not None:
             self.stats = event.partial
