@@ -11,10 +11,12 @@ own logits, and every packed weight's rows against each other.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,10 +31,11 @@ __all__ = ["NotPackable", "PackedForward"]
 log = logging.getLogger(__name__)
 
 _NO_PATHS = np.zeros((0, 0), np.int32)
+_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 _ATTENTION = "agentspec"
 # Rows the packed weights are laid out for. Any number of rows may be asked of them; 8 is the best at 1 to 33.
 _PACK_ROWS = 8
-_WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 64, 96)
+_WIDTHS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
 
 
 class NotPackable(Exception):
@@ -97,13 +100,17 @@ class _Step(threading.local):
 _step = _Step()
 
 
+def _taken_over(*_: Any, **__: Any) -> NoReturn:
+    raise EngineError("this model belongs to agentspec's packed forward; load another one for other uses")
+
+
 def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, n, dim], new keys and values [1, kv_heads, n, dim]."""
     cache = _step.cache
     if cache is None:
-        raise EngineError("this model belongs to agentspec's packed forward; load another one for other uses")
+        _taken_over()
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise NotPackable(f"its attention uses {name}")
@@ -164,10 +171,20 @@ class PackedLinear(nn.Module):
         rows = flat.shape[0]
         if rows < self.min_rows:
             flat = nn.functional.pad(flat, (0, 0, 0, self.min_rows - rows))
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self.packed, self.bias, "none", [], "")
+        y = self.apply_rows(flat)
         if rows < self.min_rows:
             y = y[:rows]
         return y.view(*x.shape[:-1], self.out_features)
+
+    def rows(self, x: torch.Tensor, n: int) -> np.ndarray:
+        """The first n rows of x through it, and more where it wants them: x has at least min_rows."""
+        x = x[: max(n, self.min_rows)]
+        return self.apply_rows(x).numpy()
+
+    def apply_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, in] -> [rows, out], by the operator itself."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
 
     def weight(self) -> torch.Tensor:
         """The dense weight again, as it was."""
@@ -182,8 +199,8 @@ class PackedLinear(nn.Module):
         whole = self(x)
         least = 1
         for width in _WIDTHS:
-            for begin in sorted({0, 1, max(_WIDTHS) - width}):
-                end = min(begin + width, len(x))
+            for begin in {0, len(x) - width}:
+                end = begin + width
                 if not torch.equal(self(x[begin:end]), whole[begin:end]):
                     least = max(least, width + 1)
         return least if least <= 8 else None
@@ -217,40 +234,36 @@ class RowwiseActivation(nn.Module):
 
 
 class PackedForward(Forward):
-    """transformers' modules with packed linears and the kernels' attention."""
+    """transformers' modules with packed linears and the kernels' attention: any plain attention model."""
+
+    name = "transformers' modules with packed linears and blocked attention"
 
     @torch.inference_mode()
     def __init__(self, stock: StockForward) -> None:
         """Raises NotPackable, and leaves the model as it was, where it can't be run or doesn't prove right."""
         self.model = stock.model
-        self._stock = stock
         self.vocabulary = stock.vocabulary
         self.cache_kind = stock.cache_kind
+        self._cache_name = stock.cache_name
         self._windows = _windows(stock)
-        self._find_operators()
-        implementation = self.model.config._attn_implementation
-        swapped: list[tuple[Any, str, Any, PackedLinear]] = []
-        activations: list[tuple[Any, str, nn.Module]] = []
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if not available or not all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS):
+            raise NotPackable("this torch has no packed linears")
+        self._whole_rows = True  # every packed weight gives rows that don't depend on their number
+        self._least: dict[tuple[int, int], int | None] = {}
+        self._undo: list[Callable[[], None]] = []
         try:
-            self._swap(swapped)
-            self._swap_activations(activations)
-            self._adopt_attention()
+            self._build()
             self._prove(stock)
         except Exception as error:
-            for parent, name, linear, packed in swapped:
-                if linear.weight is None:
-                    weight = packed.weight() if type(linear) is nn.Linear else packed.weight().t().contiguous()
-                    linear.weight = nn.Parameter(weight, requires_grad=False)
-                setattr(parent, name, linear)
-            for parent, name, activation in activations:
-                setattr(parent, name, activation)
-            self.model.set_attn_implementation(implementation)
+            while self._undo:
+                self._undo.pop()()
             if isinstance(error, NotPackable):
                 raise
             raise NotPackable(f"{type(error).__name__}: {error}") from error
+        self._undo.clear()
         self._let_go_of_files()
-        exact = "row-invariant" if self.row_invariant else "not row-invariant"
-        self.description = f"transformers' modules, packed linears, blocked attention ({exact})"
+        self.description = f"{self.name} ({'' if self.row_invariant else 'not '}row-invariant)"
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         return BlockedCache(len(self._windows), capacity)
@@ -272,7 +285,7 @@ class PackedForward(Forward):
         _step.windows = self._windows
         _step.cache = cache
         try:
-            logits = self._logits(new, _step.depths.astype(np.int64) + start, start, rows)
+            logits = self._logits(new, torch.from_numpy(_step.depths.astype(np.int64) + start)[None], rows)
         finally:
             _step.cache = None
         cache.step_start = start
@@ -280,70 +293,80 @@ class PackedForward(Forward):
         cache.tree = parents is not None
         return logits
 
-    def _logits(self, ids: np.ndarray, positions: np.ndarray, start: int, rows: int) -> torch.Tensor:
+    def _logits(self, ids: np.ndarray, positions: torch.Tensor, rows: int) -> torch.Tensor:
+        cache = _step.cache
+        assert cache is not None
         out = self.model(
             input_ids=torch.from_numpy(ids)[None],
-            position_ids=torch.from_numpy(positions)[None],
+            position_ids=positions,
             use_cache=True,
             logits_to_keep=max(rows, 1),
-            **{self._stock.cache_name: _passing_cache(len(self._windows), start)},
+            **{self._cache_name: _passing_cache(len(self._windows), cache.length)},
         )
         logits: torch.Tensor = out.logits[0]
         return logits[logits.shape[0] - rows :]
 
     # ---- built and proved once ------------------------------------------------------------------
 
-    def _find_operators(self) -> None:
-        for name in ("_reorder_linear_weight", "_linear_pointwise"):
-            available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            if not available or not hasattr(torch.ops.mkldnn, name):
-                raise NotPackable("this torch has no packed linears")
-
-    def _adopt_attention(self) -> None:
+    def _build(self) -> None:
+        """Exchange linears, activations and attention in the model, leaving in _undo how to go back."""
         from transformers import AttentionInterface
+        from transformers.activations import ACT2CLS
 
         if not getattr(self.model, "_supports_attention_backend", False):
             raise NotPackable("its attention can't be exchanged")
+        implementation = self.model.config._attn_implementation
         AttentionInterface.register(_ATTENTION, _attention)
+        self._undo.append(lambda: self.model.set_attn_implementation(implementation))
         self.model.set_attn_implementation(_ATTENTION)
-
-    def _swap(self, swapped: list[tuple[Any, str, Any, PackedLinear]]) -> None:
-        """Pack every linear; a weight that nothing else uses is freed at once, so memory never holds two copies."""
-        shared = [p.data_ptr() for p in self.model.parameters()]
-        shared += [m.weight.data_ptr() for m in self.model.modules() if isinstance(m, nn.Embedding)]
-        least: dict[tuple[int, int], int | None] = {}
-        packed_of: dict[int, PackedLinear] = {}
-        self._whole_rows = True
-        for parent in list(self.model.modules()):
-            for name, linear in list(parent.named_children()):
-                weight = _weight_of(linear)
-                if weight is None:
-                    continue
-                packed = packed_of.get(id(linear))
-                if packed is None:
-                    packed = packed_of[id(linear)] = PackedLinear(weight, linear.bias)
-                    shape = (packed.out_features, packed.in_features)
-                    if shape not in least:
-                        least[shape] = packed.prove_rows()
-                    self._whole_rows = self._whole_rows and least[shape] is not None
-                    packed.min_rows = least[shape] or 1
-                swapped.append((parent, name, linear, packed))
-                setattr(parent, name, packed)
-                if linear.weight is not None and shared.count(linear.weight.data_ptr()) == 1:
-                    linear.weight = None
-        if not swapped:
-            raise NotPackable("it has no linears to pack")
-
-    def _swap_activations(self, swapped: list[tuple[Any, str, nn.Module]]) -> None:
-        from transformers.activations import ACT2CLS
-
         kinds = [kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()]
-        known = tuple({kind for kind in kinds if isinstance(kind, type)})
+        activations = {kind for kind in kinds if isinstance(kind, type)}
+        packed: dict[int, nn.Module] = {}
         for parent in list(self.model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) in known:
-                    swapped.append((parent, name, child))
-                    setattr(parent, name, RowwiseActivation(child))
+                if type(child) in activations:
+                    self._exchange(parent, name, RowwiseActivation(child))
+                elif id(child) in packed or _weight_of(child) is not None:
+                    if id(child) not in packed:
+                        packed[id(child)] = self._pack([child])
+                    self._exchange(parent, name, packed[id(child)])
+        if not packed:
+            raise NotPackable("it has no linears to pack")
+
+    def _exchange(self, parent: nn.Module, name: str, new: nn.Module) -> None:
+        old = getattr(parent, name)
+        self._undo.append(lambda: setattr(parent, name, old))
+        setattr(parent, name, new)
+
+    def _pack(self, linears: Sequence[Any]) -> PackedLinear:
+        """One packed linear for all of them, outputs side by side.
+
+        Weights that nothing else uses are freed at once, so memory never holds the model twice.
+        """
+        weights = [_weight_of(linear) for linear in linears]
+        if any(weight is None for weight in weights):
+            raise NotPackable("its linears are not plain float32 ones")
+        biases = [linear.bias for linear in linears]
+        if any((bias is None) != (biases[0] is None) for bias in biases):
+            raise NotPackable("some of its joined linears have a bias and some have none")
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # type: ignore[arg-type]
+        bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        packed = PackedLinear(weight, bias)  # type: ignore[arg-type]
+        shape = (packed.out_features, packed.in_features)
+        if shape not in self._least:
+            self._least[shape] = packed.prove_rows()
+        self._whole_rows = self._whole_rows and self._least[shape] is not None
+        packed.min_rows = self._least[shape] or 1
+        embeddings = {m.weight.data_ptr() for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        begin = 0
+        for linear, part in zip(linears, weights, strict=True):
+            assert part is not None
+            end = begin + part.shape[0]
+            if linear.weight.data_ptr() not in embeddings:
+                self._undo.append(functools.partial(_restore, linear, packed, begin, end))
+                linear.weight = None
+            begin = end
+        return packed
 
     def _let_go_of_files(self) -> None:
         """Copy what is left of the weights (embeddings, norms): safetensors maps files, and one view holds it all."""
@@ -375,6 +398,131 @@ class PackedForward(Forward):
         # These frequencies change with the length of the whole input, so with the draft.
         follows_length = str(rope).find("dynamic") >= 0 or str(rope).find("longrope") >= 0
         self.row_invariant = same and self._whole_rows and not follows_length
+
+
+class LeanForward(PackedForward):
+    """Llama's layers (Qwen2, Qwen3 and Mistral have them too) without transformers' modules around them.
+
+    A step of transformers' modules spends some 10 ms in Python over SmolLM2's 30 layers, against 30 ms that the
+    weights take to read; this one 2 ms. Per layer four packed linears (queries, keys and values as one, gate and up
+    as one) and four kernels.
+    """
+
+    name = "own layers with packed linears and blocked attention"
+    KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+    def _build(self) -> None:
+        model, config = self.model, self.model.config
+        if config.model_type not in self.KINDS or type(model).__name__ != f"{type(model.model).__name__[:-5]}ForCausalLM":
+            raise NotPackable(f"{type(model).__name__} is not one of {', '.join(self.KINDS)}")
+        if config.hidden_act not in ("silu", "swish"):
+            raise NotPackable(f"its activation is {config.hidden_act}")
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._dim = model.model.layers[0].self_attn.head_dim
+        if self._dim % 4 or self._heads % self._kv_heads:
+            raise NotPackable(f"its heads are {self._heads} and {self._kv_heads} of {self._dim}")
+        self._embedding = model.model.embed_tokens.weight
+        self._rotary = model.model.rotary_emb
+        self._layers = [self._layer(layer) for layer in model.model.layers]
+        self._norm = _norm_of(model.model.norm)
+        self._head = self._pack([model.lm_head])
+        self._undo.append(lambda: delattr(model, "forward"))
+        model.forward = _taken_over
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        if set(dict(layer.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+            raise NotPackable("its layers have other parts than Llama's")
+        none = np.empty(0, np.float32)
+        return _Layer(
+            joined=self._pack([attention.q_proj, attention.k_proj, attention.v_proj]),
+            out=self._pack([attention.o_proj]),
+            gate_up=self._pack([mlp.gate_proj, mlp.up_proj]),
+            down=self._pack([mlp.down_proj]),
+            first=_norm_of(layer.input_layernorm),
+            second=_norm_of(layer.post_attention_layernorm),
+            query=_norm_of(attention.q_norm) if hasattr(attention, "q_norm") else (none, np.float32(0)),
+            key=_norm_of(attention.k_norm) if hasattr(attention, "k_norm") else (none, np.float32(0)),
+            scale=np.float32(attention.scaling),
+        )
+
+    def _logits(self, ids: np.ndarray, positions: torch.Tensor, rows: int) -> torch.Tensor:
+        cache = _step.cache
+        assert cache is not None
+        n, start = len(ids), cache.length
+        # Eight rows are the most that a linear may want at least; what lies beyond n are zeros.
+        space = max(n, 8)
+        x = self._embedding[torch.from_numpy(ids)].numpy()
+        hidden = _Space(space, x.shape[1])
+        attended = _Space(space, self._heads * self._dim)
+        gated = _Space(space, self._layers[0].gate_up.out_features // 2)
+        query = np.empty((n, self._heads, self._dim), np.float32)
+        out = attended.array[:n].reshape(n, self._heads, self._dim)
+        cos, sin = (part[0].numpy() for part in self._rotary(self._embedding, positions))
+        paths, depths, windows = _step.paths, _step.depths, self._windows
+        change: np.ndarray | None = None
+        for index, layer in enumerate(self._layers):
+            if change is None:
+                kernels.norm(x, *layer.first, hidden.array)
+            else:
+                kernels.add_norm(x, change, *layer.first, hidden.array)
+            keys, values = cache.arrays(index, start + n, self._kv_heads, self._dim, self._dim)
+            joined = layer.joined.rows(hidden.tensor, n)
+            kernels.rotate_heads(
+                joined, n, cos, sin, layer.query[0], layer.key[0], layer.query[1], query, keys, values, start
+            )
+            kernels.attend(
+                query, keys, values, out, start, paths, depths, windows[index], layer.scale, 0, self._kv_heads
+            )
+            kernels.add_norm(x, layer.out.rows(attended.tensor, n), *layer.second, hidden.array)
+            kernels.gate(layer.gate_up.rows(hidden.tensor, n), n, gated.array)
+            change = layer.down.rows(gated.tensor, n)
+        assert change is not None
+        if not rows:
+            return torch.empty(0, self.vocabulary)
+        kernels.add_norm(x[n - rows :], change[n - rows :], *self._norm, hidden.array)
+        return torch.from_numpy(self._head.rows(hidden.tensor, rows)[:rows])
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer's weights. A norm is (weight, epsilon); the query's and key's weights have no length where there is
+    no such norm."""
+
+    joined: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    first: tuple[np.ndarray, np.float32]
+    second: tuple[np.ndarray, np.float32]
+    query: tuple[np.ndarray, np.float32]
+    key: tuple[np.ndarray, np.float32]
+    scale: np.float32
+
+
+class _Space:
+    """Zeroed float32 [rows, width], as torch's tensor and numpy's array over the same memory."""
+
+    __slots__ = ("array", "tensor")
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.tensor = torch.zeros(rows, width)
+        self.array = self.tensor.numpy()
+
+
+def _norm_of(module: Any) -> tuple[np.ndarray, np.float32]:
+    """(weight, epsilon) of an RMS norm."""
+    if not hasattr(module, "variance_epsilon") or getattr(module, "bias", None) is not None:
+        raise NotPackable("its norms are not plain RMS norms")
+    return module.weight.detach().numpy().copy(), np.float32(module.variance_epsilon)
+
+
+def _restore(linear: Any, packed: PackedLinear, begin: int, end: int) -> None:
+    """Give a linear its weight back."""
+    weight = packed.weight()[begin:end]
+    weight = weight if type(linear) is nn.Linear else weight.t()
+    linear.weight = nn.Parameter(weight.contiguous().clone(), requires_grad=False)
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:

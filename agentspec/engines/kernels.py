@@ -1,4 +1,5 @@
-"""Attention over a blocked KV cache on the CPU: a row's result depends on nothing but its own query and keys.
+"""What a transformer layer does between its linears, on the CPU in float32, row by row: attention over a blocked KV
+cache, norms, rotary positions, the gated activation. A row's result depends on nothing but that row and its keys.
 
 Called by forward_cpu.py only. Imports numpy and numba, no torch.
 
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-__all__ = ["BLOCK", "attend", "move_slots", "write_slots"]
+__all__ = ["BLOCK", "add_norm", "attend", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
 
 BLOCK = 64
 
@@ -75,6 +76,20 @@ def _scores(qa: Any, qb: Any, qc: Any, qd: Any, keys: Any, s: Any) -> None:
 
 
 @njit(**_FLAGS)
+def _exp(s: Any, bits: Any, power: Any) -> None:
+    """exp of 64 values <= 0, in place. power is bits (int32[64]) seen as float32."""
+    for j in range(BLOCK):
+        x = max(s[j], _SMALLEST)
+        k = (x * _LOG2E + _ROUND) - _ROUND
+        r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+        p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+        s[j] = p * (r * r) + r + _ONE
+        bits[j] = (np.int32(k) + np.int32(127)) << np.int32(23)
+    for j in range(BLOCK):
+        s[j] = s[j] * power[j]
+
+
+@njit(**_FLAGS)
 def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any, t: Any) -> Any:
     """Scores to weights exp(s - m) in place, 0 outside [first, last). Returns (the new running maximum m, their sum).
 
@@ -93,14 +108,8 @@ def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any,
     for j in range(16):
         m = max(m, t[j])
     for j in range(BLOCK):
-        x = max(s[j] - m, _SMALLEST)
-        k = (x * _LOG2E + _ROUND) - _ROUND
-        r = (x - k * _LN2_HIGH) - k * _LN2_LOW
-        p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-        s[j] = p * (r * r) + r + _ONE
-        bits[j] = (np.int32(k) + np.int32(127)) << np.int32(23)
-    for j in range(BLOCK):
-        s[j] = s[j] * power[j]
+        s[j] = s[j] - m
+    _exp(s, bits, power)
     if last < BLOCK:
         for j in range(last, BLOCK):
             s[j] = _ZERO
@@ -275,3 +284,118 @@ def attend(
             inverse = _ONE / sums[r]
             for d in range(value_dim):
                 out[r // group, head * group + r % group, d] = acc[r, d] * inverse
+
+
+@njit(**_FLAGS)
+def _inverse_rms(x: Any, epsilon: Any, lanes: Any) -> Any:
+    """1 / sqrt(mean(x^2) + epsilon), summed in 64 lanes and then by halves. lanes: float32[64], scratch."""
+    width = x.shape[0]
+    for j in range(BLOCK):
+        lanes[j] = _ZERO
+    whole = width // BLOCK * BLOCK
+    for begin in range(0, whole, BLOCK):
+        part = x[begin : begin + BLOCK]
+        for j in range(BLOCK):
+            lanes[j] = lanes[j] + part[j] * part[j]
+    for j in range(whole, width):
+        lanes[j - whole] = lanes[j - whole] + x[j] * x[j]
+    for j in range(32):
+        lanes[j] = lanes[j] + lanes[j + 32]
+    for j in range(16):
+        lanes[j] = lanes[j] + lanes[j + 16]
+    for j in range(8):
+        lanes[j] = lanes[j] + lanes[j + 8]
+    total = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]))
+    return _ONE / np.sqrt(total / np.float32(width) + epsilon)
+
+
+@njit(**_FLAGS)
+def norm(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """out = RMS norm of x float32 [rows, width] times weight; out may have more rows than x."""
+    lanes = np.empty(BLOCK, np.float32)
+    for i in range(x.shape[0]):
+        inverse = _inverse_rms(x[i], epsilon, lanes)
+        for d in range(x.shape[1]):
+            out[i, d] = weight[d] * (x[i, d] * inverse)
+
+
+@njit(**_FLAGS)
+def add_norm(x: Any, change: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """x += change, in place; then as `norm`. change may have more rows than x."""
+    lanes = np.empty(BLOCK, np.float32)
+    for i in range(x.shape[0]):
+        for d in range(x.shape[1]):
+            x[i, d] = x[i, d] + change[i, d]
+        inverse = _inverse_rms(x[i], epsilon, lanes)
+        for d in range(x.shape[1]):
+            out[i, d] = weight[d] * (x[i, d] * inverse)
+
+
+@njit(**_FLAGS)
+def gate(joined: Any, rows: int, out: Any) -> None:
+    """out[i] = silu(g) * u, where joined[i] is g and u one after the other, float32 [.., 2 * width]."""
+    width = joined.shape[1] // 2
+    s = np.empty(BLOCK, np.float32)
+    g = np.zeros(BLOCK, np.float32)
+    bits = np.empty(BLOCK, np.int32)
+    power = bits.view(np.float32)
+    for i in range(rows):
+        for begin in range(0, width, BLOCK):
+            size = min(BLOCK, width - begin)
+            for j in range(size):
+                g[j] = joined[i, begin + j]
+            for j in range(BLOCK):
+                s[j] = -abs(g[j])
+            _exp(s, bits, power)
+            for j in range(BLOCK):
+                # sigmoid(g) is 1 / (1 + e^-g); for g < 0 as e^g / (1 + e^g), so that the exponent is never positive
+                s[j] = g[j] * ((_ONE if g[j] >= _ZERO else s[j]) / (_ONE + s[j]))
+            for j in range(size):
+                out[i, begin + j] = s[j] * joined[i, width + begin + j]
+
+
+@njit(**_FLAGS)
+def rotate_heads(
+    joined: Any, rows: int, cos: Any, sin: Any, query_weight: Any, key_weight: Any, epsilon: Any, query: Any,
+    keys: Any, values: Any, start: int,
+) -> None:  # fmt: skip
+    """Take one projection's queries, keys and values apart, norm and rotate them, and write the keys and values.
+
+    joined:       float32 [.., (heads + 2 kv_heads) * head_dim]: queries, keys, values
+    cos, sin:     float32 [rows, head_dim], of each row's position
+    query_weight, key_weight: float32 [head_dim], the weights of the norms over each head; of no length: no norms
+    query:        float32 [rows, heads, head_dim], written
+    keys, values: the layer's cache, written at slots start + row
+    """
+    heads, dim = query.shape[1], query.shape[2]
+    kv_heads = keys.shape[1]
+    half = dim // 2
+    lanes = np.empty(BLOCK, np.float32)
+    head = np.empty(dim, np.float32)
+    turned = np.empty(dim, np.float32)
+    normed = query_weight.shape[0] > 0
+    for i in range(rows):
+        block, j = (start + i) // BLOCK, (start + i) % BLOCK
+        for h in range(heads + kv_heads):
+            part = joined[i, h * dim : (h + 1) * dim]
+            for d in range(dim):
+                head[d] = part[d]
+            if normed:
+                inverse = _inverse_rms(head, epsilon, lanes)
+                weight = query_weight if h < heads else key_weight
+                for d in range(dim):
+                    head[d] = weight[d] * (head[d] * inverse)
+            for d in range(half):
+                turned[d] = head[d] * cos[i, d] - head[d + half] * sin[i, d]
+            for d in range(half):
+                turned[d + half] = head[d + half] * cos[i, d + half] + head[d] * sin[i, d + half]
+            if h < heads:
+                for d in range(dim):
+                    query[i, h, d] = turned[d]
+            else:
+                for d in range(dim):
+                    keys[block, h - heads, d, j] = turned[d]
+        for h in range(kv_heads):
+            part = joined[i, (heads + kv_heads + h) * dim : (heads + kv_heads + h + 1) * dim]
+            for d in range(dim):
+                values[block, h, j, d] = part[d]

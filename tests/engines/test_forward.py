@@ -64,6 +64,7 @@ def one_thread() -> Any:
 
 
 PACKED = ("llama", "llama-odd", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2")
+LEAN = ("llama", "llama-odd", "qwen2", "qwen3", "mistral")
 _models: dict[str, Any] = {}
 _forwards: dict[tuple[str, bool], Forward] = {}
 
@@ -116,7 +117,8 @@ def assert_same_keys_and_values(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("kind", PACKED)
 def test_attention_models_are_packed_and_row_invariant(kind: str) -> None:
     forward = forward_of(kind)
-    assert isinstance(forward, forward_cpu.PackedForward), forward.description
+    wanted = forward_cpu.LeanForward if kind in LEAN else forward_cpu.PackedForward
+    assert type(forward) is wanted, forward.description
     assert forward.row_invariant and forward.supports_drafts and forward.supports_trees and not forward.limits
     assert "row-invariant" in forward.description
 
@@ -358,20 +360,20 @@ def test_a_torch_without_the_operators_serves_stock(monkeypatch: pytest.MonkeyPa
 
 
 def test_operators_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = forward_cpu.PackedLinear.forward
-    monkeypatch.setattr(forward_cpu.PackedLinear, "forward", lambda self, x: right(self, x) * 1.01)
+    right = forward_cpu.PackedLinear.apply_rows
+    monkeypatch.setattr(forward_cpu.PackedLinear, "apply_rows", lambda self, x: right(self, x) * 1.01)
     forward = Forward.load(copy.deepcopy(reference("llama-odd")))
     _assert_stock_and_unharmed(forward, "differ from transformers'")
 
 
 def test_rows_that_depend_on_their_number_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = forward_cpu.PackedLinear.forward
+    right = forward_cpu.PackedLinear.apply_rows
 
     def wobbling(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = right(self, x)
         return y + 1e-6 if x.numel() // self.in_features > 20 else y
 
-    monkeypatch.setattr(forward_cpu.PackedLinear, "forward", wobbling)
+    monkeypatch.setattr(forward_cpu.PackedLinear, "apply_rows", wobbling)
     forward = Forward.load(copy.deepcopy(reference("llama")))
     assert isinstance(forward, forward_cpu.PackedForward)
     assert not forward.row_invariant and "not row-invariant" in forward.description
@@ -390,7 +392,8 @@ def test_a_model_whose_cache_is_broken_is_refused(monkeypatch: pytest.MonkeyPatc
         Forward.load(copy.deepcopy(reference("llama")))
 
 
-def test_a_model_taken_over_cannot_be_called_by_itself() -> None:
-    model = forward_of("qwen3").model
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_model_taken_over_cannot_be_called_by_itself(kind: str) -> None:
+    model = forward_of(kind).model
     with torch.inference_mode(), pytest.raises(EngineError, match="belongs to agentspec"):
         model(torch.from_numpy(tokens(3))[None])
