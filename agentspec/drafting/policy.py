@@ -50,6 +50,11 @@ class WidthPolicy:
         """lambda: tokens per unit of cost, smoothed; 1 is what plain decoding gives."""
         return self._tokens / self._cost
 
+    def use_curve(self, curve: CostCurve) -> None:
+        """Decide by another v(n) from now on."""
+        self.curve = curve
+        self._table = curve.at_batch(self._batch).table(self.max_draft)
+
     def limits(self, remaining: int, batch_size: int = 1, tree: bool = False) -> DraftLimits:
         """The bounds and prices of the next draft. remaining: tokens that may still be emitted, this step's
         own included (so a draft deeper than remaining - 1 can't be used)."""

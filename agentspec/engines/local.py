@@ -1,71 +1,46 @@
 """LocalEngine: the embedded engine. Any causal LM that transformers loads, on CPU (float32) or CUDA (bfloat16).
 
-One worker thread runs the calls one after another. Each call:
-
-    lay the prompt against the trajectory's memory and KV cache (common prefix kept, the rest cropped)
-    step 1: the prompt's new tokens and a draft in one forward; later steps: the last token and a draft
-    the target's own choice at each position is emitted while the draft agrees, and one more
-
-so every forward's choice is the target's, whatever was drafted. Imports torch, and everything below engines.
+One worker thread runs the calls one after another, the trajectories in turn. Each call is laid against its
+trajectory's memory and KV cache (common prefix kept, the rest cropped), then decoded (decoding.py).
+Imports torch, and everything below engines.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import queue
+import secrets
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from agentspec import telemetry
-from agentspec.chat import ChatTemplate, Detokenizer, History, OutputRecord
-from agentspec.drafting import CostCurve, Draft, Proposer, WidthPolicy, make_proposer
-from agentspec.engines import models
-from agentspec.engines.base import (
-    CallStats,
-    Channel,
-    Generation,
-    GenerationRequest,
-    TokenChunk,
-    as_engine_error,
-    now_ns,
-)
-from agentspec.engines.forward import Forward, KVCache
+from agentspec.chat import ChatTemplate, History, OutputRecord
+from agentspec.drafting import CostCurve, Proposer, make_proposer
+from agentspec.engines import cost, models
+from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, as_engine_error, now_ns
+from agentspec.engines.decoding import Decoder, Output
+from agentspec.engines.forward import Forward
+from agentspec.engines.sampling import Sampler
+from agentspec.engines.states import States, TrajectoryState, divergence
+from agentspec.engines.stops import Stopper
+from agentspec.engines.worker import Worker
 from agentspec.errors import (
     ContextLengthError,
     EngineClosedError,
+    EngineError,
     InvalidRequestError,
     RequestAbortedError,
-    UnknownOptionError,
 )
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import MemoryStore, Source, TrajectoryMemory
 
 __all__ = ["LocalEngine"]
-
-_PREFILL_CHUNK = 512  # tokens a forward: bounds the attention scores' memory at long contexts
-_MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(slots=True)
-class _State:
-    """What the engine holds for one trajectory."""
-
-    memory: TrajectoryMemory
-    cache: KVCache
-    cached: list[int] = field(default_factory=list)  # the ids whose keys and values the cache has
-    last: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # the last call's whole context
-    history: History = field(default_factory=History)
-    policy: WidthPolicy | None = None
-    calls: int = 0
-    seeds_taken: weakref.WeakKeyDictionary[Trajectory, int] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 @dataclass(slots=True)
@@ -74,21 +49,25 @@ class _Job:
     trajectory: Trajectory
     channel: Channel
     submitted_ns: int
-    messages: Sequence[Mapping[str, Any]] | None
-    tools: Sequence[Mapping[str, Any]] | None
-    options: Mapping[str, Any]
+    once: bool  # the trajectory was made for this call and ends with it
+    spliced: int = 0
+    outputs: list[Output] = field(default_factory=list)
 
 
 class LocalEngine:
     """The embedded engine.
 
     model:      "smollm2", a Hugging Face id, a directory, a GGUF file, or a loaded transformers model
-                (then with tokenizer=)
+                (then with tokenizer=); the engine takes it over: its weights may be repacked for the CPU
     device:     "cpu", "cuda", ...; None: CUDA where there is one, else CPU
     dtype:      None: float32 on CPU, bfloat16 elsewhere
     proposer:   a name, or anything that implements the Proposer protocol
     max_draft:  most draft tokens a step; 0 switches drafting off
-    cost_curve: v(n); None: measured at load (a few seconds), cached by model, dtype, device and threads
+    cost_curve: v(n), kept as it is; None: measured at load (a few seconds, cached by model, dtype, device and
+                threads) and corrected while running
+    kv_budget:  most bytes of keys and values kept for all trajectories; None: a quarter of the machine's memory (of
+                the GPU's on CUDA). The least recently used trajectory's go first and are computed again when needed
+    fast:       False: transformers' own forward, whatever else could run
     announce:   where first-use waits are told
 
     Raises ModelError and its kinds for a model that can't be had, InvalidRequestError for a bad option.
@@ -104,8 +83,12 @@ class LocalEngine:
         proposer: str | Proposer = "match",
         max_draft: int = 16,
         cost_curve: CostCurve | None = None,
+        kv_budget: int | None = None,
+        fast: bool = True,
         announce: models.Notice = models.notice,
     ) -> None:
+        if max_draft < 0:
+            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         if isinstance(model, (str, os.PathLike)):
@@ -119,6 +102,8 @@ class LocalEngine:
             self._model, self.tokenizer = model.eval(), tokenizer
             self.model_name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
             self.path = None
+            parameter = next(model.parameters())
+            device, dtype = str(parameter.device), parameter.dtype
         config = self._model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context_length = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
@@ -127,25 +112,34 @@ class LocalEngine:
         self.template = ChatTemplate(self.tokenizer)
         self.store = MemoryStore()
         telemetry.watch_memory(self.store)
-        self.proposer = make_proposer(proposer)
-        if max_draft < 0:
-            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
+        self.proposer = make_proposer(proposer, self.tokenizer)
         self.max_draft = max_draft
-        self._forward = Forward.load(self._model)
-        self._states: dict[tuple[str | None, str], _State] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._worker: threading.Thread | None = None
-        self._worker_pid = 0
+        self.forward = Forward.load(self._model, fast=fast)
+        self._states = States(self.store, _kv_budget(self.device) if kv_budget is None else kv_budget)
+        self._token_bytes = self._bytes_per_token()
+        if kv_budget is not None and self._token_bytes * 2 > kv_budget:
+            raise InvalidRequestError(
+                f"kv_budget: one token's keys and values take {self._token_bytes} bytes, got a budget of {kv_budget}; "
+                f"allow at least {self._token_bytes * 1024} (a context of 1024 tokens)"
+            )
         self._closed = False
-        self.cost_curve = cost_curve or self._measured_curve(announce)
+        curve = cost_curve or self._measured_curve(announce)
+        self._decoder = Decoder(
+            self.forward, self.proposer, cost.CostMeter(curve), max_draft, self.vocabulary, refine=cost_curve is None
+        )
+        # The thread must not keep the engine alive: an engine that is dropped ends it.
+        serve, on_fork = weakref.WeakMethod(self._serve), weakref.WeakMethod(self._forked)
+        self._worker: Worker[_Job] = Worker(
+            lambda job: _call(serve, job), lambda jobs: _call(on_fork, jobs), [self._decoder.step_lock, self._states.lock]
+        )
+        self._finalizer = weakref.finalize(self, self._worker.release)
 
     # ---- the Engine protocol ------------------------------------------------------------------
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Start a call on token ids. Raises InvalidRequestError, ContextLengthError, EngineClosedError."""
-        self._checked(request)
-        return self._submit(request, None, None, {})
+        self._check(request)
+        return self._submit(request, 0, None)
 
     def chat(
         self,
@@ -160,33 +154,25 @@ class LocalEngine:
         tools: JSON schemas as the template takes them; template_options: more variables for the template;
         options: GenerationRequest's. Raises as `generate`, and ChatTemplateError, UnknownOptionError.
         """
-        known = {f.name for f in fields(GenerationRequest)} - {"input_ids", "spans"}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise UnknownOptionError(f"chat: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-        trajectory = options.pop("trajectory", None) or current_trajectory() or Trajectory()
+        GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
+        trajectory = options.pop("trajectory", None) or current_trajectory()
         # Rendered now, so that a bad message is told to the caller and not to the stream. The history may still
         # grow by a call under way in this trajectory; then its output is tokenised instead of spliced.
-        state = self._state(trajectory)
-        rendered = self.template.render(
-            messages, tools=tools, history=state.history, template_options=template_options
+        history = self._states.get(trajectory).history if trajectory is not None else History()
+        rendered = self.template.render(messages, tools=tools, history=history, template_options=template_options)
+        request = GenerationRequest.of(
+            **{"input_ids": rendered.input_ids, "spans": rendered.spans, "trajectory": trajectory, **options}
         )
-        request = GenerationRequest(
-            input_ids=rendered.input_ids, spans=rendered.spans, trajectory=trajectory, **options
-        )
-        self._checked(request)
-        return self._submit(request, messages, tools, {"spliced": rendered.spliced_tokens})
+        self._check(request)
+        return self._submit(request, rendered.spliced_tokens, messages)
 
     def close(self) -> None:
         """Stop the worker after the running step and free the caches. Calls not served end with EngineClosedError."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            worker = self._worker
-        self._jobs.put(None)
-        if worker is not None and worker is not threading.current_thread():
-            worker.join()
+        if self._closed:
+            return
+        self._closed = True
+        for job in self._worker.stop():
+            job.channel.put(_closed())
         self._states.clear()
 
     def __enter__(self) -> LocalEngine:
@@ -195,275 +181,249 @@ class LocalEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a LocalEngine can't be sent to another process: make one there (each loads the model itself)")
+
+    # ---- what is held -------------------------------------------------------------------------
+
+    @property
+    def cost_curve(self) -> CostCurve:
+        """v(n) in force: measured at load and corrected since, or as it was given."""
+        return self._decoder.meter.curve
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values held for all trajectories."""
+        return self._states.nbytes
+
     def history(self, trajectory: Trajectory) -> History:
         """The outputs of a trajectory, for exact history."""
-        return self._state(trajectory).history
+        return self._states.get(trajectory).history
 
     def memory(self, trajectory: Trajectory) -> TrajectoryMemory:
         """The memory of a trajectory."""
-        return self._state(trajectory).memory
+        return self._states.get(trajectory).memory
 
     def forget(self, trajectory: Trajectory) -> None:
         """Free what is held for a trajectory."""
-        with self._lock:
-            self._states.pop((trajectory.namespace, trajectory.id), None)
-        self.store.forget(trajectory.id, trajectory.namespace)
+        self._states.forget(trajectory)
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def _checked(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         if self._closed:
-            raise EngineClosedError("this engine was closed; make a new LocalEngine")
+            raise _closed()
         ids = np.asarray(request.input_ids)
         if ids.size == 0:
             raise InvalidRequestError("input_ids: needed at least one token, got none")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidRequestError(f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}")
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
-            raise InvalidRequestError(
-                f"input_ids: this model's ids are 0..{self.vocabulary - 1}, got {int(ids.min())}..{int(ids.max())}"
-            )
-        if len(ids) >= self.context_length:
+        named = {
+            "input_ids": (int(ids.min()), int(ids.max())),
+            "logit_bias": tuple(request.logit_bias),
+            "stop_token_ids": tuple(i for s in request.stop_sequences for i in s),
+            "bad_words": tuple(int(i) for w in request.bad_words if not isinstance(w, str) for i in w),
+        }
+        for name, values in named.items():
+            if values and not 0 <= min(values) <= max(values) < self.vocabulary:
+                raise InvalidRequestError(
+                    f"{name}: this model's ids are 0..{self.vocabulary - 1}, got {min(values)}..{max(values)}"
+                )
+        if request.top_logprobs > self.vocabulary:
+            raise InvalidRequestError(f"top_logprobs: the vocabulary has {self.vocabulary}, got {request.top_logprobs}")
+        room = self._room
+        why = (
+            f"the model's context holds {room}"
+            if room == self.context_length
+            else f"kv_budget holds {room} tokens of {self._token_bytes} bytes"
+        )
+        if len(ids) >= room:
             raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens, the model's context holds {self.context_length} with at least one "
-                f"for the output: shorten the history"
+                f"the prompt has {len(ids)} tokens, {why} with at least one for the output: shorten the history"
             )
-        if request.max_tokens is not None and len(ids) + request.max_tokens > self.context_length:
+        if request.max_tokens is not None and len(ids) + request.max_tokens > room:
             raise ContextLengthError(
-                f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) exceed the model's context of "
-                f"{self.context_length}: ask for at most {self.context_length - len(ids)}, or shorten the history"
+                f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) are too long, {why}: ask for at most "
+                f"{room - len(ids)}, or shorten the history"
             )
-        if request.temperature != 0:
-            raise InvalidRequestError(f"temperature: only greedy decoding (0) is served, got {request.temperature}")
+
+    @property
+    def _room(self) -> int:
+        """Most tokens of a context: the model's, or what the KV budget holds."""
+        if not self._token_bytes:
+            return self.context_length
+        return min(self.context_length, self._states.kv_budget // self._token_bytes)
 
     def _submit(
-        self, request: GenerationRequest, messages: Any, tools: Any, options: Mapping[str, Any]
+        self, request: GenerationRequest, spliced: int, messages: Sequence[Mapping[str, Any]] | None
     ) -> Generation:
-        trajectory = request.trajectory or current_trajectory() or Trajectory()
+        trajectory = request.trajectory or current_trajectory()
+        once = trajectory is None
+        trajectory = trajectory or Trajectory()
         channel = Channel(telemetry.chat(telemetry.Target(self.model_name), request, trajectory, messages))
-        job = _Job(request, trajectory, channel, now_ns(), messages, tools, options)
-        with self._lock:
-            if self._closed:
-                raise EngineClosedError("this engine was closed; make a new LocalEngine")
-            if self._worker is None or self._worker_pid != os.getpid():
-                # A forked child has the lock and the queue but not the thread.
-                self._worker = threading.Thread(target=self._serve, name="agentspec-engine", daemon=True)
-                self._worker_pid = os.getpid()
-                self._worker.start()
-        self._jobs.put(job)
+        job = _Job(request, trajectory, channel, now_ns(), once, spliced)
+        lane = _caller() if once else (trajectory.namespace, trajectory.id)
+        if not self._worker.submit(lane, job):
+            raise _closed()
         return Generation(request, channel)
 
-    def _state(self, trajectory: Trajectory) -> _State:
-        key = (trajectory.namespace, trajectory.id)
-        with self._lock:
-            state = self._states.get(key)
-            if state is None:
-                memory = self.store.open(trajectory.id, trajectory.namespace)
-                state = self._states[key] = _State(memory, self._forward.new_cache())
-            return state
-
-    def _serve(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                break
+    def _serve(self, job: _Job) -> None:
+        try:
+            if not job.channel.claim():
+                job.channel.put(RequestAbortedError("the call was aborted before it was served"))
+                return
             if self._closed:
-                job.channel.put(EngineClosedError("the engine was closed before this call was served"))
-                continue
-            try:
-                self._run(job)
-            except BaseException as error:
-                job.channel.put(as_engine_error(error))
-                if not isinstance(error, Exception):
-                    raise
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job.channel.put(EngineClosedError("the engine was closed before this call was served"))
+                raise _closed()
+            self._run(job)
+        except BaseException as error:
+            job.channel.put(as_engine_error(error))
+            if not isinstance(error, Exception):
+                raise
+
+    def _forked(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            for output in job.outputs:
+                output.context.memory.close(output.context)
+            job.channel.orphan(EngineError("this call runs in the parent process; the forked child can't follow it"))
+        self._states.drop_broken()
 
     # ---- one call -----------------------------------------------------------------------------
 
     def _run(self, job: _Job) -> None:
-        request, channel = job.request, job.channel
-        state = self._state(job.trajectory)
-        started = now_ns()
+        request = job.request
         prompt = np.asarray(request.input_ids, dtype=np.int32)
-        stats = CallStats(
-            model=self.model_name,
-            engine="local",
-            trajectory_id=job.trajectory.id,
-            call_index=state.calls,
-            temperature=request.temperature,
-            prompt_tokens=len(prompt),
-            spliced_tokens=job.options.get("spliced", 0),
-            queue_ms=(started - job.submitted_ns) / 1e6,
-        )
-        channel.span.measuring(stats)
-        state.calls += 1
-        self._take_seeds(state, job.trajectory)
-        if state.policy is None:
-            state.policy = WidthPolicy(self.cost_curve, self.max_draft)
-        stats.first_divergence = _divergence(state.last, prompt)
-        # The prompt's last token always runs again: its logits choose the first output token.
-        reused = min(_common_prefix(state.cached, prompt), len(prompt) - 1)
-        if reused < state.cache.length and not self._forward.supports_drafts:
-            reused = 0  # a state that can't go back starts anew
-        state.cache.crop(reused)
-        del state.cached[reused:]
-        stats.reused_tokens = reused
-
-        context = state.memory.extend(prompt, request.spans)
-        self.proposer.begin(context)
-        limit = self.context_length - len(prompt)
-        if request.max_tokens is not None:
-            limit = min(limit, request.max_tokens)
-        detokenizer = Detokenizer(self.tokenizer)
-        output: list[int] = []
-        pending = prompt[reused:]
-        costs: list[float] = []
+        state = self._states.begin(job.trajectory)
+        whole = False
         try:
-            while not stats.finish_reason:
-                if channel.aborted.is_set():
-                    stats.finish_reason = "abort"
+            with self._decoder.step_lock:
+                seed = request.seed
+                if seed is None and request.temperature:
+                    seed = secrets.randbits(63)
+                stats = CallStats(
+                    model=self.model_name,
+                    engine="local",
+                    trajectory_id=job.trajectory.id,
+                    call_index=state.calls,
+                    temperature=request.temperature,
+                    seed=seed,
+                    choices=request.n,
+                    prompt_tokens=len(prompt),
+                    spliced_tokens=job.spliced,
+                    queue_ms=(now_ns() - job.submitted_ns) / 1e6,
+                    first_divergence=divergence(state.last, prompt),
+                )
+                job.channel.span.measuring(stats)
+                state.calls += 1
+                self._take_seeds(state, job.trajectory)
+            for index in range(request.n):
+                with self._decoder.step_lock:
+                    output = self._output(job, state, prompt, index, seed or 0, stats)
+                    job.outputs.append(output)
+                self._decoder.run(state, output, job.channel, stats, job.submitted_ns)
+                self._states.trim()
+                if output.aborted:
                     break
-                while len(pending) > _PREFILL_CHUNK:
-                    self._step(state, pending[:_PREFILL_CHUNK], 0, stats)
-                    pending = pending[_PREFILL_CHUNK:]
-                    if channel.aborted.is_set():
-                        break
-                if channel.aborted.is_set():
-                    continue
-                draft = self._propose(state, context, request, limit - len(output), stats)
-                emitted = self._verify(state, pending, draft, stats)
-                finish = ""
-                for place, token in enumerate(emitted):
-                    if token in self.eos_ids:
-                        finish, emitted = "stop", emitted[: place + 1]
-                        break
-                if not finish and len(output) + len(emitted) >= limit:
-                    finish, emitted = "length", emitted[: limit - len(output)]
-                # What the draft gained is what was emitted of it: cut tokens are not accepted ones.
-                accepted = self._count(draft, emitted, stats)
-                costs.append(state.policy.cost(len(draft)))
-                stats.cost_by_width[len(draft)] = costs[-1]
-                stats.drafts.append((len(draft), accepted))
-                state.policy.record(len(emitted), len(draft))
-                output += emitted
-                keep = len(prompt) + len(output) - 1
-                state.cache.crop(keep)
-                state.cached += [int(t) for t in pending] + [int(t) for t in draft.tokens[:accepted]]
-                del state.cached[keep:]
-                new = np.asarray(emitted, dtype=np.int32)
-                state.memory.append(context, new)
-                self._timed(stats, self.proposer.observe, context, new)
-                self._timed(stats, self.proposer.learn, context)
-                pending = new[-1:]
-                visible = [t for t in emitted if t not in self.eos_ids]
-                text = detokenizer.push(visible)
-                if finish:
-                    text += detokenizer.flush()
-                    stats.finish_reason = finish
-                stamp = now_ns()
-                stats.arrivals.append(((stamp - job.submitted_ns) / 1e6, len(emitted)))
-                channel.put(TokenChunk(tuple(emitted), text, stamp, finish or None))
+            whole = True
         finally:
-            self.proposer.end(context)
-            state.memory.close(context)
-            state.last = context.tokens.copy()
-            stats.output_tokens = len(output)
-            stats.mean_cost = float(np.mean(costs)) if costs else 1.0
-            stats.duration_ms = (now_ns() - job.submitted_ns) / 1e6
-            if output:
-                record = OutputRecord.of(self.tokenizer, output, self.eos_ids)
-                state.history.add(record, {"role": "assistant", "content": record.text})
-        if stats.finish_reason == "abort":
-            channel.put(RequestAbortedError("the call was aborted by its consumer", stats))
+            with self._decoder.step_lock:
+                if not whole:
+                    state.drop_cache()  # an error may have left it between two tokens
+                self._settle(job, state)
+            self._states.end(state)
+            if job.once:
+                self._states.forget(job.trajectory)
+        aborted = job.outputs[-1].aborted
+        stats.finish_reason = "abort" if aborted else job.outputs[0].stopper.finish_reason
+        costs = [c for output in job.outputs for c in output.costs]
+        stats.mean_cost = float(np.mean(costs)) if costs else 1.0
+        stats.duration_ms = (now_ns() - job.submitted_ns) / 1e6
+        if aborted:
+            job.channel.put(RequestAbortedError("the call was aborted by its consumer", stats))
         else:
             job.trajectory.calls.append(stats)
-            channel.put(stats)
+            job.channel.put(stats)
 
-    def _take_seeds(self, state: _State, trajectory: Trajectory) -> None:
+    def _output(
+        self, job: _Job, state: TrajectoryState, prompt: np.ndarray, index: int, seed: int, stats: CallStats
+    ) -> Output:
+        request = job.request
+        reused = self._decoder.reuse(state, prompt)
+        if index == 0:
+            stats.reused_tokens = reused
+        eos = frozenset() if request.ignore_eos else self.eos_ids
+        limit = self._room - len(prompt)
+        if request.max_tokens is not None:
+            limit = min(limit, request.max_tokens)
+        single = {s[0] for s in request.stop_sequences if len(s) == 1}
+        sampler = Sampler(
+            request,
+            prompt,
+            eos | single,
+            seed,
+            index,
+            self._bad_words(request),
+            request.constraint() if request.constraint is not None else None,
+            self._decoder.noise,
+        )
+        stopper = Stopper(
+            self.tokenizer, eos, limit, request.stop_texts, request.stop_sequences, request.min_tokens
+        )
+        context = state.memory.extend(prompt, request.spans)
+        return Output(index, request, prompt, sampler, stopper, context, prompt[reused:])
+
+    def _settle(self, job: _Job, state: TrajectoryState) -> None:
+        """The call is over: what the consumer of an aborted one did not get is taken back, the rest is kept."""
+        aborted = bool(job.outputs) and job.outputs[-1].aborted
+        delivered = job.channel.seal() if aborted else {}
+        for output in job.outputs:
+            context = output.context
+            if aborted:
+                kept = delivered.get(output.index, 0)
+                context.memory.truncate(context, kept)
+                if output is job.outputs[-1] and state.cache is not None and self.forward.supports_drafts:
+                    state.cache.crop(len(output.prompt) + kept)
+                    state.cached = state.cached[: len(output.prompt) + kept]
+            ids = context.output.tolist()
+            state.last = context.tokens.copy()
+            context.memory.close(context)
+            if ids:
+                record = OutputRecord.of(self.tokenizer, ids, self.eos_ids)
+                text = record.text if aborted else output.stopper.text
+                state.history.add(record, {"role": "assistant", "content": text})
+        state.cached = state.cached.copy()
+
+    def _encode(self, text: str) -> list[int]:
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _bad_words(self, request: GenerationRequest) -> list[list[int]]:
+        """The ids of texts as the tokenizer writes them at a beginning and after a space."""
+        words: list[list[int]] = []
+        for word in request.bad_words:
+            if isinstance(word, str):
+                for text in (word, " " + word):
+                    ids = self._encode(text)
+                    if ids and ids not in words:
+                        words.append(ids)
+            else:
+                words.append([int(i) for i in word])
+        return words
+
+    def _take_seeds(self, state: TrajectoryState, trajectory: Trajectory) -> None:
         taken = state.seeds_taken.get(trajectory, 0)
         seeds = trajectory.seeds_from(taken)
         for seed in seeds:
             source = {"tool": Source.TOOL, "schema": Source.SCHEMA}.get(seed.source, Source.SEED)
             if isinstance(seed.content, str):
-                ids = self.tokenizer(seed.content, add_special_tokens=False)["input_ids"]
+                state.memory.seed_text(seed.content, self._encode, source)
             else:
-                ids = [i for i in seed.content if i < self.vocabulary]
-            if len(ids):
-                state.memory.seed(ids, source)
+                state.memory.seed([i for i in seed.content if i < self.vocabulary], source)
         state.seeds_taken[trajectory] = taken + len(seeds)
 
-    def _propose(
-        self, state: _State, context: Any, request: GenerationRequest, remaining: int, stats: CallStats
-    ) -> Draft:
-        reason = ""
-        draft = Draft.empty()
-        if not request.draft or self.max_draft == 0:
-            reason = "off"
-        elif not self._forward.supports_drafts:
-            reason = self._forward.limits
-        elif remaining <= 1:
-            reason = "last token"
-        else:
-            assert state.policy is not None
-            limits = state.policy.limits(remaining)
-            draft = self._timed(stats, self.proposer.propose, context, limits)
-            draft.check(limits, self.vocabulary)
-            if not len(draft):
-                reason = "no match or not worth it"
-        if reason:
-            stats.not_drafted[reason] = stats.not_drafted.get(reason, 0) + 1
-        return draft
-
-    def _verify(self, state: _State, pending: np.ndarray, draft: Draft, stats: CallStats) -> list[int]:
-        """The target's choices: those that agree with the draft, and one more."""
-        logits = self._step(state, np.concatenate([pending, draft.tokens]), 1 + len(draft), stats)
-        assert logits is not None
-        choices: list[int] = logits.argmax(dim=-1).tolist()
-        agreed = 0
-        for token in draft.tokens.tolist():
-            if choices[agreed] != token:
-                break
-            agreed += 1
-        stats.verify_steps += 1
-        stats.proposed += len(draft)
-        stats.proposed_depth += draft.depth
-        return choices[: agreed + 1]
-
-    def _count(self, draft: Draft, emitted: list[int], stats: CallStats) -> int:
-        accepted = 0
-        for token, source, got in zip(draft.tokens.tolist(), draft.sources.tolist(), emitted, strict=False):
-            if token != got:
-                stats.mismatches += 1
-                break
-            accepted += 1
-            name = Source(source).name.lower()
-            stats.accepted_by_source[name] = stats.accepted_by_source.get(name, 0) + 1
-        stats.accepted += accepted
-        return accepted
-
-    def _step(self, state: _State, ids: np.ndarray, rows: int, stats: CallStats) -> torch.Tensor | None:
-        before = time.perf_counter()
-        logits = self._forward.step(state.cache, ids, rows)
-        if not rows:
-            state.cached += [int(t) for t in ids]
-        stats.forward_ms += (time.perf_counter() - before) * 1e3
-        return logits if rows else None
-
-    @staticmethod
-    def _timed(stats: CallStats, function: Callable[..., Any], *args: Any) -> Any:
-        before = time.perf_counter()
-        value = function(*args)
-        stats.proposer_ms += (time.perf_counter() - before) * 1e3
-        return value
-
-    # ---- v(n) ---------------------------------------------------------------------------------
+    # ---- v(n) and bytes -----------------------------------------------------------------------
 
     def _measured_curve(self, announce: models.Notice) -> CostCurve:
-        """v(n) from the cache, or measured now: under ten seconds for a model that takes 0.1 s a token."""
-        if self.max_draft == 0:
+        """v(n) from the disk, or measured now: under ten seconds for a model that takes 0.1 s a token."""
+        if self.max_draft == 0 or not self.forward.supports_drafts:
             return CostCurve.linear(1.0, name="not measured: drafting is off")
         identity = {
             "model": self.path or self.model_name,
@@ -471,51 +431,68 @@ class LocalEngine:
             "dtype": str(self.dtype),
             "device": torch.cuda.get_device_name() if self.device.startswith("cuda") else self.device,
             "threads": torch.get_num_threads(),
-            "forward": self._forward.description,
+            "forward": self.forward.description,
         }
-        key = json.dumps(identity, sort_keys=True)
         path = models.cache_dir() / "cost_curves.json"
-        known: dict[str, dict[str, float]] = {}
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            pass  # nothing measured yet, or a file somebody broke: measured again below
-        if key in known:
-            return CostCurve.measured({int(n): float(ms) for n, ms in known[key].items()}, name="measured")
-        announce("measuring what a forward over n tokens costs on this machine (a few seconds, once)")
-        times = self._measure()
-        known[key] = {str(n): ms for n, ms in times.items()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(known), encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            pass  # a read-only home: measured again next time
+        times = cost.stored(path, identity)
+        if times is None:
+            announce("measuring what a forward over n tokens costs on this machine (a few seconds, once)")
+            times = self._measure()
+            cost.store(path, identity, times)
         return CostCurve.measured(times, name="measured")
 
-    def _measure(self, context: int = 256, budget_s: float = 8.0) -> dict[int, float]:
-        """Least ms of a forward over n tokens after `context` tokens, widths interleaved, within the budget."""
+    def _measure(self, context: int = 256) -> dict[int, float]:
+        """ms of a forward by width after `context` tokens."""
         context = min(context, self.context_length // 2)
-        cache = self._forward.new_cache()
-        ids = (np.arange(context) * 7919 % self.vocabulary).astype(np.int32)
-        self._forward.step(cache, ids, 0)
-        widths = [n for n in _MEASURED_WIDTHS if context + n <= self.context_length]
-        times: dict[int, list[float]] = {n: [] for n in widths}
-        end = time.perf_counter() + budget_s
-        for round_ in range(12):
-            for n in widths:
-                before = time.perf_counter()
-                self._forward.step(cache, ids[:n], n)
-                if self.device.startswith("cuda"):
-                    torch.cuda.synchronize()
-                if round_:  # the first round warms up
-                    times[n].append((time.perf_counter() - before) * 1e3)
-                cache.crop(context)
-            if round_ >= 2 and time.perf_counter() > end:
-                break
-        # The least of each: what else the machine does only ever adds.
-        return {n: float(np.min(t)) for n, t in times.items()}
+        cache = self.forward.new_cache()
+        ids = (np.arange(context + max(cost.WIDTHS)) * 7919 % self.vocabulary).astype(np.int32)
+        self.forward.step(cache, ids[:context], 0)
+
+        def run(n: int) -> None:
+            self.forward.step(cache, ids[:n], n)
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            cache.crop(context)
+
+        return cost.measure(run, widths=tuple(n for n in cost.WIDTHS if context + n <= self.context_length))
+
+    def _bytes_per_token(self) -> int:
+        """Of keys and values, in a cache that grows with every token; 0 where it doesn't."""
+        config = self._model.config.get_text_config()
+        if self.forward.cache_kind != "full":
+            return 0
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * size * self.dtype.itemsize)
+
+
+def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any) -> None:
+    bound = method()
+    if bound is not None:
+        bound(argument)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("this engine was closed; make a new LocalEngine")
+
+
+def _caller() -> Hashable:
+    """Whose turn a call without a trajectory takes: the task's, or the thread's."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return ("task", id(task)) if task is not None else ("thread", threading.get_ident())
+
+
+def _kv_budget(device: str) -> int:
+    """A quarter of the memory where the keys and values are."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[1] // 4)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -524,18 +501,3 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if getattr(tokenizer, "eos_token_id", None) is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(int(i) for i in ids)
-
-
-def _common_prefix(held: list[int], prompt: np.ndarray) -> int:
-    n = min(len(held), len(prompt))
-    if not n:
-        return 0
-    differ = np.flatnonzero(np.asarray(held[:n], dtype=np.int32) != prompt[:n])
-    return int(differ[0]) if len(differ) else n
-
-
-def _divergence(last: np.ndarray, prompt: np.ndarray) -> int | None:
-    """The first position where a prompt departs from the last context; None where one continues the other."""
-    n = min(len(last), len(prompt))
-    differ = np.flatnonzero(last[:n] != prompt[:n])
-    return int(differ[0]) if len(differ) else None

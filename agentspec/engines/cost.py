@@ -1,0 +1,142 @@
+"""CostMeter: v(n) of one engine, measured at load, kept on disk, and corrected by the forwards that run.
+
+A machine that does other things at the same time slows some forwards and not others, so a single pass over the widths
+can be wrong by a factor (seen: v(2) = 6.8). So at load widths are interleaved with n = 1 and compared with their
+neighbours; later every verify step counts a little. Widths depend on v(n), texts never. Called by LocalEngine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentspec.drafting import CostCurve
+
+__all__ = ["CostMeter", "measure"]
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+# A step moves its width's v by this share of what it says: some 50 steps outweigh the measurement at load.
+_WEIGHT = 1 / 48
+# The machine's present speed (ms a unit of cost) follows faster: it changes with what else runs.
+_LEVEL_WEIGHT = 1 / 8
+_REBUILD = 32  # steps between two curves
+
+
+def measure(run: Callable[[int], None], budget_s: float = 6.0, widths: tuple[int, ...] = WIDTHS) -> dict[int, float]:
+    """ms of a forward by width, robust against other load. run(n): one forward over n tokens, waited for.
+
+    Ratios are taken against the n = 1 forwards right before and after; the middle of at least two rounds (one where
+    a round takes longer than the budget), never more than n times n = 1 and never less than a narrower width.
+    """
+
+    def timed(n: int) -> float:
+        before = time.perf_counter()
+        run(n)
+        return (time.perf_counter() - before) * 1e3
+
+    for n in widths:  # first runs allocate and pack
+        run(n)
+    end = time.perf_counter() + budget_s
+    singles: list[float] = [timed(1)]
+    ratios: dict[int, list[float]] = {n: [] for n in widths if n > 1}
+    for _ in range(24):
+        for n in ratios:
+            wide = timed(n)
+            singles.append(timed(1))
+            ratios[n].append(wide / ((singles[-1] + singles[-2]) / 2))
+            if time.perf_counter() > end and all(ratios.values()):
+                break
+        if time.perf_counter() > end and all(ratios.values()):
+            break
+    base = min(singles)
+    times = {1: base}
+    highest = 1.0
+    for n, seen in ratios.items():
+        highest = max(highest, min(statistics.median(seen), float(n)))
+        times[n] = highest * base
+    return times
+
+
+class CostMeter:
+    """v(n) as known now.
+
+    curve: the CostCurve in force, replaced now and then (`version` counts)
+    """
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+        self.version = 0
+        self.steps = 0
+        self._v = dict(curve.points)
+        self._level: float | None = curve.base_ms
+
+    @property
+    def base_ms(self) -> float | None:
+        """ms of a forward over one token at the machine's present speed; None: not known."""
+        return self._level
+
+    def record(self, n: int, milliseconds: float) -> None:
+        """A forward over n tokens took so long."""
+        expected = self.curve(n)
+        here = milliseconds / expected
+        if self._level is None or not 1 / 16 < here / self._level < 16:
+            self._level = here  # the first, or another machine state altogether
+            return
+        ratio = min(max(milliseconds / self._level, expected / 2), expected * 2)
+        self._level += _LEVEL_WEIGHT * (here - self._level)
+        if n > 1:
+            self._shift(n, ratio - expected)
+        self.steps += 1
+        if self.steps % _REBUILD == 0:
+            self._rebuild()
+
+    def _shift(self, n: int, error: float) -> None:
+        """Move the points on both sides of n, each by its share."""
+        points = sorted(self._v)
+        below = max((p for p in points if p <= n), default=1)
+        above = min((p for p in points if p >= n), default=points[-1])
+        share = 0.0 if above <= below else (n - below) / (above - below)
+        for point, part in ((below, 1.0 - share), (above, share)):
+            if point > 1:
+                self._v[point] += _WEIGHT * part * error
+
+    def _rebuild(self) -> None:
+        highest = 1.0
+        points = {}
+        for n in sorted(self._v):
+            highest = max(highest, min(self._v[n], float(n)))
+            points[n] = highest
+        self.curve = CostCurve(points, base_ms=self._level, name=self.curve.name)
+        self.version += 1
+
+
+def stored(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
+    """The times (ms by width) measured before for this model, machine and forward; None: none."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {int(n): float(ms) for n, ms in known[json.dumps(identity, sort_keys=True)].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None  # nothing measured yet, or a file somebody broke: measured again
+
+
+def store(path: Path, identity: Mapping[str, Any], times: Mapping[int, float]) -> None:
+    """Keep the times. A home that can't be written is no error: measured again next time."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if not isinstance(known, dict):
+        known = {}
+    known[json.dumps(identity, sort_keys=True)] = {str(n): ms for n, ms in times.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(known), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        pass

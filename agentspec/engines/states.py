@@ -1,0 +1,154 @@
+"""States: what LocalEngine holds for each trajectory, under a byte budget for keys and values. Imports no torch.
+
+The least recently used trajectory's cache goes first, never one in use; what it held is computed again when the
+trajectory's next call comes. Memory (agentspec.memory) has its own budget. Called by LocalEngine.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.chat import History
+from agentspec.drafting import WidthPolicy
+from agentspec.errors import InvalidRequestError
+from agentspec.loop import Trajectory
+from agentspec.memory import MemoryStore, TrajectoryMemory
+
+if TYPE_CHECKING:
+    from agentspec.engines.forward import KVCache
+
+__all__ = ["States", "TrajectoryState"]
+
+Key = tuple[str | None, str]
+
+
+@dataclass(slots=True)
+class TrajectoryState:
+    """What is held for one trajectory.
+
+    cache:  its keys and values, or None: evicted, or not computed yet
+    cached: int32[cache.length], the ids that they belong to
+    last:   int32, the last call's whole context
+    """
+
+    memory: TrajectoryMemory
+    cache: KVCache | None = None
+    cached: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    last: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    history: History = field(default_factory=History)
+    policy: WidthPolicy | None = None
+    calls: int = 0
+    in_use: int = 0
+    seeds_taken: weakref.WeakKeyDictionary[Trajectory, int] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def drop_cache(self) -> None:
+        self.cache = None
+        self.cached = self.cached[:0]
+
+
+class States:
+    """The states by trajectory, most recently used last. Thread-safe.
+
+    kv_budget: most bytes of keys and values, all trajectories together
+    most:      most trajectories whose history is kept
+    """
+
+    def __init__(self, store: MemoryStore, kv_budget: int, most: int = 4096) -> None:
+        if kv_budget < 1:
+            raise InvalidRequestError(f"kv_budget: needed a number of bytes >= 1, got {kv_budget!r}")
+        self.lock = threading.Lock()
+        self.kv_budget = kv_budget
+        self.evicted = 0  # caches that had to go so far
+        self._store = store
+        self._most = most
+        self._states: OrderedDict[Key, TrajectoryState] = OrderedDict()
+
+    def get(self, trajectory: Trajectory) -> TrajectoryState:
+        """The trajectory's state, made if there is none; now the most recently used."""
+        key = (trajectory.namespace, trajectory.id)
+        with self.lock:
+            state = self._states.get(key)
+            if state is None:
+                state = self._states[key] = TrajectoryState(self._store.open(trajectory.id, trajectory.namespace))
+            self._states.move_to_end(key)
+            return state
+
+    def begin(self, trajectory: Trajectory) -> TrajectoryState:
+        """As `get`, for a call: not evicted until `end`. Raises MemoryBudgetError."""
+        state = self.get(trajectory)
+        with self.lock:
+            memory = self._store.open(trajectory.id, trajectory.namespace)
+            if memory is not state.memory:  # evicted meanwhile: seeds have to be taken again
+                state.memory = memory
+                state.seeds_taken.clear()
+            state.in_use += 1
+        return state
+
+    def end(self, state: TrajectoryState) -> None:
+        with self.lock:
+            state.in_use -= 1
+        self.trim()
+
+    def trim(self) -> None:
+        """Bring the caches within the budget, as far as those not in use allow."""
+        with self.lock:
+            total = sum(s.cache.nbytes for s in self._states.values() if s.cache is not None)
+            for state in self._states.values():
+                if total <= self.kv_budget:
+                    break
+                if state.cache is not None and not state.in_use:
+                    total -= state.cache.nbytes
+                    state.drop_cache()
+                    self.evicted += 1
+            surplus = len(self._states) - self._most
+            if surplus > 0:
+                for key in [k for k, s in self._states.items() if not s.in_use][:surplus]:
+                    del self._states[key]
+
+    def forget(self, trajectory: Trajectory) -> None:
+        """Drop all that is held for a trajectory, its memory too."""
+        with self.lock:
+            self._states.pop((trajectory.namespace, trajectory.id), None)
+        self._store.forget(trajectory.id, trajectory.namespace)
+
+    def drop_broken(self) -> None:
+        """In a forked child: the calls under way are the parent's; what they changed half is dropped."""
+        for state in self._states.values():
+            if state.in_use:
+                state.in_use = 0
+                state.drop_cache()
+
+    def clear(self) -> None:
+        with self.lock:
+            self._states.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held."""
+        with self.lock:
+            return sum(s.cache.nbytes for s in self._states.values() if s.cache is not None)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def common_prefix(held: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
+    """How many ids two sequences begin with in common."""
+    n = min(len(held), len(prompt))
+    differ = np.flatnonzero(held[:n] != prompt[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def divergence(last: NDArray[np.int32], prompt: NDArray[np.int32]) -> int | None:
+    """The first position where a prompt departs from the last context; None where one continues the other."""
+    same = common_prefix(last, prompt)
+    return None if same == min(len(last), len(prompt)) else same
+
+
