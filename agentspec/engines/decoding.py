@@ -255,10 +255,8 @@ class Decoder:
         stats.proposed_depth += draft.depth
         return emitted, probabilities, path
 
-    def _cut(
-        self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int
-    ) -> None:
-        """Keep of the last step's rows the pending ones and `nodes` of the path; -1: not the last pending one either."""
+    def _cut(self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int) -> None:
+        """Keep of the last step's rows the pending ones and `nodes` of the path; -1: all pending ones but the last."""
         cache = state.cache
         assert cache is not None
         if chain:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import MemoryStore, Source, TrajectoryMemory
 
 __all__ = ["LocalEngine"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -128,9 +130,12 @@ class LocalEngine:
             self.forward, self.proposer, cost.CostMeter(curve), max_draft, self.vocabulary, refine=cost_curve is None
         )
         # The thread must not keep the engine alive: an engine that is dropped ends it.
-        serve, on_fork = weakref.WeakMethod(self._serve), weakref.WeakMethod(self._forked)
+        serve = weakref.WeakMethod(self._serve)
+        on_fork = weakref.WeakMethod(self._forked)
         self._worker: Worker[_Job] = Worker(
-            lambda job: _call(serve, job), lambda jobs: _call(on_fork, jobs), [self._decoder.step_lock, self._states.lock]
+            lambda job: _call(serve, job),
+            lambda jobs: _call(on_fork, jobs),
+            [self._decoder.step_lock, self._states.lock],
         )
         self._finalizer = weakref.finalize(self, self._worker.release)
 
@@ -358,16 +363,14 @@ class LocalEngine:
         sampler = Sampler(
             request,
             prompt,
-            eos | single,
+            sorted(eos | single),
             seed,
             index,
             self._bad_words(request),
             request.constraint() if request.constraint is not None else None,
             self._decoder.noise,
         )
-        stopper = Stopper(
-            self.tokenizer, eos, limit, request.stop_texts, request.stop_sequences, request.min_tokens
-        )
+        stopper = Stopper(self.tokenizer, eos, limit, request.stop_texts, request.stop_sequences, request.min_tokens)
         context = state.memory.extend(prompt, request.spans)
         return Output(index, request, prompt, sampler, stopper, context, prompt[reused:])
 
@@ -466,7 +469,7 @@ class LocalEngine:
         return int(2 * config.num_hidden_layers * heads * size * self.dtype.itemsize)
 
 
-def _call(method: weakref.WeakMethod[Callable[[Any], None]], argument: Any) -> None:
+def _call(method: Callable[[], Callable[[T], None] | None], argument: T) -> None:
     bound = method()
     if bound is not None:
         bound(argument)

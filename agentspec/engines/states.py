@@ -150,5 +150,3 @@ def divergence(last: NDArray[np.int32], prompt: NDArray[np.int32]) -> int | None
     """The first position where a prompt departs from the last context; None where one continues the other."""
     same = common_prefix(last, prompt)
     return None if same == min(len(last), len(prompt)) else same
-
-

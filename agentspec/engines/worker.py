@@ -152,8 +152,8 @@ class Worker(Generic[Job]):
         self._on_fork(jobs)
 
 
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()
-_forking: list[Worker] = []
+_live: weakref.WeakSet[Worker[Any]] = weakref.WeakSet()
+_forking: list[Worker[Any]] = []
 
 
 def _before() -> None:

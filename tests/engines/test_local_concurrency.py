@@ -129,7 +129,7 @@ def test_lanes_are_served_in_turn(tiny_engine: Make) -> None:
 def test_two_calls_of_one_trajectory_at_once(tiny_engine: Make) -> None:
     """Parallel tool calls: both right, nothing lost from the memory, no deadlock."""
     engine, shared = tiny_engine(), Trajectory("shared")
-    prompts = [PROMPT + [i] for i in range(6)]
+    prompts = [[*PROMPT, i] for i in range(6)]
     calls = [engine.generate(request(p, trajectory=shared)) for p in prompts]
     found = [call.result().token_ids for call in calls]
     assert found == [run(tiny_engine(max_draft=0), p).token_ids for p in prompts]
@@ -351,7 +351,7 @@ def test_an_error_in_the_model_is_typed_and_the_next_call_is_right(tiny_engine: 
         return inner(*args, **options)
 
     engine.forward.step = failing  # type: ignore[method-assign]
-    call = engine.generate(request(PROMPT + [3], trajectory=held))
+    call = engine.generate(request([*PROMPT, 3], trajectory=held))
     with pytest.raises(EngineError, match="out of memory, say"):
         call.result()
     assert run(engine, trajectory=held).token_ids == wanted.token_ids
@@ -497,7 +497,7 @@ def test_a_rewritten_history_is_cut_at_its_first_divergence(tiny_engine: Make) -
     engine, chain = tiny_engine(), Trajectory("chain")
     prompt = list(range(50))
     run(engine, prompt, trajectory=chain)
-    changed = prompt[:30] + [77] + prompt[31:]
+    changed = [*prompt[:30], 77, *prompt[31:]]
     result = run(engine, changed, trajectory=chain)
     assert result.stats.first_divergence == 30
     assert result.stats.reused_tokens == 30

@@ -160,9 +160,10 @@ class Rounding:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10_000), tree=st.booleans(), options=st.sampled_from(
-    [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 5}, {"repetition_penalty": 1.3}]
-))  # fmt: skip
+@given(seed=st.integers(0, 10_000), tree=st.booleans(), options=st.sampled_from([
+    {}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 5},
+    {"repetition_penalty": 1.3},
+]))  # fmt: skip
 def test_near_ties_are_decided_again_where_the_forward_is_not_row_invariant(
     seed: int, tree: bool, options: dict[str, Any]
 ) -> None:
@@ -508,7 +509,8 @@ def test_useless_drafts_are_backed_off(tiny_engine: Make) -> None:
 
 def test_tool_calls_equal_those_without_drafts(tiny_engine: Make) -> None:
     """The prompt is full of calls that differ in a digit: what short copies would corrupt."""
-    calls = "".join(f'{{"name": "read_file", "arguments": {{"path": "notes{i}.txt", "n": {i * 7}}}}}\n' for i in range(9))
+    call = '{"name": "read_file", "arguments": {"path": "notes%d.txt", "n": %d}}\n'
+    calls = "".join(call % (i, i * 7) for i in range(9))
     for seed in range(3):
         options = {"max_tokens": 60, "temperature": 0.7, "seed": seed}
         same(run(tiny_engine(), ids_of(calls), **options), plain(tiny_engine, ids_of(calls), **options))

@@ -198,7 +198,9 @@ def test_logprobs_equal_the_models(tiny_engine: Make) -> None:
     model = tiny.model()
     engine = tiny_engine()
     result = engine.generate(
-        GenerationRequest(input_ids=PROMPT, max_tokens=12, temperature=1.0, seed=1, top_logprobs=3, repetition_penalty=1.5)
+        GenerationRequest(
+            input_ids=PROMPT, max_tokens=12, temperature=1.0, seed=1, top_logprobs=3, repetition_penalty=1.5
+        )
     ).result()
     assert len(result.logprobs) == len(result.token_ids)
     with torch.inference_mode():
