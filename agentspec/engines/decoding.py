@@ -176,7 +176,7 @@ class Decoder:
         if not request.draft or self.max_draft == 0:
             reason = "off"
         elif not self.forward.supports_drafts:
-            reason = "the cache can't go back"
+            reason = self.forward.limits
         elif remaining <= 1:
             reason = "last token"
         else:

@@ -422,7 +422,7 @@ def test_rollback_is_right_or_refused_with_the_reason(tiny_engine: Make, kind: s
             assert got.token_ids == wanted.token_ids, (kind, fast, name)
             if not engine.forward.supports_drafts:
                 assert not proposer.drafts and engine.forward.limits
-                assert got.stats.not_drafted == {"the cache can't go back": got.stats.verify_steps}
+                assert got.stats.not_drafted == {engine.forward.limits: got.stats.verify_steps}
             # the second call goes on, the third goes back
             assert run(engine, follow, max_tokens=20, trajectory=trajectory).token_ids == then.token_ids
             back = run(engine, prompt, max_tokens=40, trajectory=trajectory)
