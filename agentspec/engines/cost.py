@@ -27,10 +27,13 @@ _LEVEL_WEIGHT = 1 / 8
 _REBUILD = 32  # steps between two curves
 
 
-def measure(run: Callable[[int], None], budget_s: float = 6.0, widths: tuple[int, ...] = WIDTHS) -> dict[int, float]:
-    """ms of a forward by width, robust against other load. run(n): one forward over n tokens, waited for.
+def measure(
+    run: Callable[[int], None], budget_s: float = 6.0, widths: tuple[int, ...] = WIDTHS
+) -> tuple[dict[int, float], bool]:
+    """(ms of a forward by width, whether the machine was steady), robust against other load.
 
-    Ratios are taken against the n = 1 forwards right before and after; the middle of at least two rounds (one where
+    run(n): one forward over n tokens, waited for. Steady: the middle n = 1 took less than 1.5 times the fastest; what
+    was measured otherwise serves, but isn't worth keeping. Ratios are taken against the n = 1 forwards right before and after; the middle of at least two rounds (one where
     a round takes longer than the budget), never more than n times n = 1 and never less than a narrower width.
     """
 
@@ -59,7 +62,7 @@ def measure(run: Callable[[int], None], budget_s: float = 6.0, widths: tuple[int
     for n, seen in ratios.items():
         highest = max(highest, min(statistics.median(seen), float(n)))
         times[n] = highest * base
-    return times
+    return times, statistics.median(singles) < 1.5 * base
 
 
 class CostMeter:

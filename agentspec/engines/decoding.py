@@ -61,7 +61,7 @@ class Decoder:
 
     forward, proposer, meter: the model's forward, who drafts, and what a forward costs
     max_draft:  most draft tokens a step
-    refine:     let the forwards that run correct the meter
+    refine:     let the forwards that run correct the meter, and count the proposer's time
     """
 
     def __init__(
@@ -158,9 +158,15 @@ class Decoder:
         )
 
     def _policy(self, state: TrajectoryState) -> WidthPolicy:
-        """The trajectory's, with the cost curve and the proposer's cost as known now."""
+        """The trajectory's, with the cost curve and the proposer's cost as known now.
+
+        Widths may follow the clock, texts can't. Where v(n) was given, no clock decides anything: the run can be
+        predicted (replay).
+        """
         policy = state.policy
         assert policy is not None
+        if not self._refine:
+            return policy
         base = self.meter.base_ms
         policy.proposer_cost = self._proposer_ms / base if base else 0.0
         if policy.curve is not self.meter.curve:

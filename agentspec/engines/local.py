@@ -65,8 +65,8 @@ class LocalEngine:
     dtype:      None: float32 on CPU, bfloat16 elsewhere
     proposer:   a name, or anything that implements the Proposer protocol
     max_draft:  most draft tokens a step; 0 switches drafting off
-    cost_curve: v(n), kept as it is; None: measured at load (a few seconds, cached by model, dtype, device and
-                threads) and corrected while running
+    cost_curve: v(n), kept as it is, and no clock decides a width; None: measured at load (a few seconds, cached by
+                model, dtype, device and threads) and corrected while running
     kv_budget:  most bytes of keys and values kept for all trajectories; None: a quarter of the machine's memory (of
                 the GPU's on CUDA). The least recently used trajectory's go first and are computed again when needed
     fast:       False: transformers' own forward, whatever else could run
@@ -440,12 +440,13 @@ class LocalEngine:
         times = cost.stored(path, identity)
         if times is None:
             announce("measuring what a forward over n tokens costs on this machine (a few seconds, once)")
-            times = self._measure()
-            cost.store(path, identity, times)
+            times, steady = self._measure()
+            if steady:
+                cost.store(path, identity, times)
         return CostCurve.measured(times, name="measured")
 
-    def _measure(self, context: int = 256) -> dict[int, float]:
-        """ms of a forward by width after `context` tokens."""
+    def _measure(self, context: int = 256) -> tuple[dict[int, float], bool]:
+        """cost.measure after `context` tokens."""
         context = min(context, self.context_length // 2)
         cache = self.forward.new_cache()
         ids = (np.arange(context + max(cost.WIDTHS)) * 7919 % self.vocabulary).astype(np.int32)
