@@ -45,7 +45,9 @@ __all__ = ["MixtureProposer", "Prior", "plain_weights"]
 RATE = 0.1  # AdaGrad's step
 PLAIN = 0.3  # what a present successor is worth before anything is known
 _ROLES = {"system": 1, "user": 2, "tool": 3, "assistant": 4}
-_MOST_PENDING = 4 * 2**20  # bytes of outputs that wait to enter a namespace's table
+_MOST_PENDING = 64  # outputs of one trajectory that wait to enter its namespace's table
+_FIRST_TABLE = 4 * 2**20  # bytes of a namespace's first table
+_Output = tuple[NDArray[np.int32], UInt32]  # an output's tokens, and the hashes of each one's contexts
 _SETTLE = 64  # tokens from whose reading a call's state is had
 # Where a candidate came from (mixing.KIND), as the memory names it.
 _SOURCES = np.array(
@@ -102,20 +104,60 @@ class Prior:
 
 
 class Namespace:
-    """What the trajectories of one namespace share."""
+    """What the trajectories of one namespace share.
 
-    def __init__(self, nbytes: int, weights: NDArray[np.float32]) -> None:
-        self.table = new_table(nbytes)
+    The table starts small, so that a small namespace costs little memory and few cache misses, and is made again
+    four times as large, from the outputs kept until then, when it fills up.
+    """
+
+    def __init__(self, nbytes: int, weights: NDArray[np.float32], pairs: int) -> None:
+        self.budget = nbytes
+        self.pairs = pairs
+        self.table = new_table(min(nbytes, _FIRST_TABLE))
         self.weights = weights
         self.lexical = np.zeros(2 * LEXICAL, np.float32)
         self.lock = threading.Lock()
-        self.pending: OrderedDict[int, list[tuple[NDArray[np.int32], UInt32]]] = OrderedDict()
-        self.pending_bytes = 0
+        self.pending: OrderedDict[int, list[_Output]] = OrderedDict()
+        self.published: list[tuple[_Output, int]] | None = [] if self.table.nbytes * 2 < nbytes else None
         self.trajectories = 0
 
     @property
     def nbytes(self) -> int:
-        return int(self.table.nbytes + self.weights.nbytes + self.lexical.nbytes + self.pending_bytes)
+        with self.lock:
+            outputs = [output for waiting in self.pending.values() for output in waiting]
+            outputs += [output for output, _ in self.published or ()]
+        held = sum(tokens.nbytes + hashed.nbytes for tokens, hashed in outputs)
+        return int(self.table.nbytes + self.weights.nbytes + self.lexical.nbytes + held)
+
+    def add(self, number: int, output: _Output) -> None:
+        """An output of trajectory `number`; it waits to enter the table."""
+        with self.lock:
+            waiting = self.pending.setdefault(number, [])
+            waiting.append(output)
+            if len(waiting) > _MOST_PENDING:
+                self._insert(waiting.pop(0), number)
+
+    def publish(self, number: int) -> None:
+        """Insert what trajectories other than `number` have put out."""
+        with self.lock:
+            for other in [n for n in self.pending if n != number]:
+                for output in self.pending.pop(other):
+                    self._insert(output, other)
+
+    def _insert(self, output: _Output, number: int) -> None:
+        tokens, hashed = output
+        if self.published is not None:
+            self.published.append((output, number))
+            # Every token of an output may make an entry for each context.
+            known = int(self.table[2]) + len(tokens)
+            if known * CONTEXTS > 4 * int(self.table[0]):
+                self.table = new_table(min(self.budget, 4 * self.table.nbytes))
+                for (tokens, hashed), other in self.published:
+                    mixing.publish(self.table, tokens, hashed, len(tokens), other & 7, self.pairs)
+                if self.table.nbytes * 2 > self.budget:
+                    self.published = None
+                return
+        mixing.publish(self.table, tokens, hashed, len(tokens), number & 7, self.pairs)
 
 
 class Ledger:
@@ -204,7 +246,7 @@ class MixtureProposer:
             namespace = self._namespace(context)
             ledger = self._ledger(context, namespace)
             if namespace is not None:
-                self._publish(namespace, ledger.number)
+                namespace.publish(ledger.number)
             self._ingest(context, ledger)
             tokens = context.tokens
             state = ledger.state.copy()
@@ -286,12 +328,7 @@ class MixtureProposer:
         ledger = self._ledger(context, namespace)
         ledger.state[:] = call.learned_state
         if namespace is not None and call.kept:
-            with namespace.lock:
-                outputs = namespace.pending.setdefault(ledger.number, [])
-                outputs.append((np.concatenate(call.kept_tokens), np.concatenate(call.kept)))
-                namespace.pending_bytes += outputs[-1][0].nbytes + outputs[-1][1].nbytes
-            if namespace.pending_bytes > _MOST_PENDING:
-                self._publish(namespace, 0)
+            namespace.add(ledger.number, (np.concatenate(call.kept_tokens), np.concatenate(call.kept)))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -301,7 +338,7 @@ class MixtureProposer:
             return None
         found = shared.attachments.get(self.name)
         if found is None:
-            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self.prior.shared.copy())
+            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self.prior.shared.copy(), self.pairs)
         return found
 
     def _ledger(self, context: Context, namespace: Namespace | None) -> Ledger:
@@ -312,14 +349,6 @@ class MixtureProposer:
             ledger = Ledger(self.trajectory_bytes, weights, namespace)
             memory.attachments[self.name] = ledger
         return ledger
-
-    def _publish(self, namespace: Namespace, number: int) -> None:
-        """Insert what trajectories other than `number` have put out."""
-        with namespace.lock:
-            for other in [n for n in namespace.pending if n != number]:
-                for tokens, hashed in namespace.pending.pop(other):
-                    mixing.publish(namespace.table, tokens, hashed, len(tokens), other & 7, self.pairs)
-                    namespace.pending_bytes -= tokens.nbytes + hashed.nbytes
 
     def _ingest(self, context: Context, ledger: Ledger) -> None:
         """Insert what the memory holds and the own table doesn't: the prompt's new parts, and seeds."""
