@@ -32,8 +32,9 @@ class Grammar:
 
     parts: other grammars, which `lark` refers to as @name; one level
 
-    Under a JSON schema, objects and lists are written in one line, as json.dumps does; whitespace=True allows
-    any white space between tokens of JSON instead.
+    Under a JSON schema, objects and lists are written in one line as json.dumps does, keys in the schema's
+    order, texts without raw control characters (DEL is one to llguidance); whitespace=True allows any white
+    space between tokens of JSON instead.
     """
 
     lark: str

@@ -95,7 +95,7 @@ def documents(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
                 schema["format"], st.just("127.0.0.1")
             )
         return st.text(
-            st.characters(codec="utf-8"),
+            st.characters(codec="utf-8", exclude_characters="\x7f"),
             min_size=schema.get("minLength", 0),
             max_size=schema.get("maxLength", 9),
         )
