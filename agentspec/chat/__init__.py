@@ -10,8 +10,9 @@ grammar is used. Never torch.
     scanner.py) grammar.py      what an output may be; compiled.py makes masks of it
 """
 
-from agentspec.chat.deltas import InvalidToolCall, MessageDelta, ToolCallDelta
+from agentspec.chat.deltas import InvalidToolCall, MessageDelta, ToolCallDelta, joined
 from agentspec.chat.detokenizer import Detokenizer
+from agentspec.chat.formats.base import ToolFormat
 from agentspec.chat.grammar import Grammar
 from agentspec.chat.history import History, OutputRecord
 from agentspec.chat.parser import MessageParser
@@ -30,5 +31,7 @@ __all__ = [
     "PreparedChat",
     "RenderedChat",
     "ToolCallDelta",
+    "ToolFormat",
+    "joined",
     "prepare",
 ]

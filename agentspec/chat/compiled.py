@@ -127,6 +127,10 @@ class GrammarConstraint:
         allowed = self._allowed()[: len(logits)]
         np.copyto(logits[: len(allowed)], -np.inf, where=allowed == 0)
         logits[len(allowed) :] = -np.inf
+        if np.isneginf(logits.max()):
+            raise GrammarError(
+                "grammar: another option (logit_bias, bad_words, min_tokens) forbids every id that the grammar allows"
+            )
 
     def advance(self, token: int) -> None:
         """Raises GrammarError for an id that the grammar forbids: another option left none that it allows."""

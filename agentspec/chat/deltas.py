@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Collector", "InvalidToolCall", "MessageDelta", "ToolCallDelta", "new_id", "short_id"]
+__all__ = ["Collector", "InvalidToolCall", "MessageDelta", "ToolCallDelta", "joined", "new_id", "short_id"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,15 +49,68 @@ class InvalidToolCall:
 
 @dataclass(slots=True, frozen=True)
 class MessageDelta:
-    """What a piece of output adds to the message. False where it adds nothing."""
+    """What a piece of output adds to the message. False where it adds nothing.
+
+    ended: the calls (their index) whose arguments are complete now
+    """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
+    ended: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.invalid_tool_calls)
+        return bool(
+            self.content or self.reasoning or self.tool_calls or self.invalid_tool_calls or self.ended
+        )
+
+
+def joined(deltas: Iterable[MessageDelta]) -> dict[str, Any]:
+    """The assistant message that the deltas add up to. A call that was begun and neither ended nor found
+    invalid (the output was broken off) is left out."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    invalid: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        content.append(delta.content)
+        reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            function = calls.setdefault(
+                piece.index,
+                {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}},
+            )["function"]
+            function["arguments"] += piece.arguments
+        for number in delta.ended:
+            calls[number]["ended"] = True
+        for broken in delta.invalid_tool_calls:
+            calls.pop(broken.index, None)
+            invalid[broken.index] = {
+                "id": broken.id,
+                "name": broken.name,
+                "args": broken.raw,
+                "error": broken.error,
+            }
+    return _message(
+        "".join(content),
+        "".join(reasoning),
+        [call for _, call in sorted(calls.items()) if call.pop("ended", False)],
+        [call for _, call in sorted(invalid.items())],
+    )
+
+
+def _message(
+    content: str, reasoning: str, calls: list[dict[str, Any]], invalid: list[dict[str, Any]]
+) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if invalid:
+        message["invalid_tool_calls"] = invalid
+    return message
 
 
 def new_id() -> str:
@@ -101,6 +154,7 @@ class Collector:
         self._new_reasoning = ""
         self._new_calls: dict[int, tuple[str | None, list[str]]] = {}
         self._new_invalid: list[InvalidToolCall] = []
+        self._new_ended: list[int] = []
         self.hold_space = False  # set where tool calls or reasoning may come
 
     # ---- what parsers say ---------------------------------------------------------------------
@@ -134,6 +188,7 @@ class Collector:
         if not call.arguments:
             self.arguments(number, "{}")
         call.open = False
+        self._new_ended.append(number)
 
     def invalid(self, number: int | None, raw: str, error: str, name: str | None = None) -> None:
         """A call can't be made: one that was opened (number), or one that never got so far (None)."""
@@ -158,31 +213,26 @@ class Collector:
             ToolCallDelta(number, self._calls[number].id, name, "".join(pieces))
             for number, (name, pieces) in self._new_calls.items()
         )
-        delta = MessageDelta(self._new_content, self._new_reasoning, calls, tuple(self._new_invalid))
+        delta = MessageDelta(
+            self._new_content, self._new_reasoning, calls, tuple(self._new_invalid), tuple(self._new_ended)
+        )
         self._new_content = self._new_reasoning = ""
-        self._new_calls, self._new_invalid = {}, []
+        self._new_calls, self._new_invalid, self._new_ended = {}, [], []
         return delta
 
     def message(self) -> dict[str, Any]:
         """The assistant message so far; a call still open is left out of it."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
         valid = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self._calls
             if c.invalid is None and not c.open
         ]
-        if valid:
-            message["tool_calls"] = valid
         invalid = [
             {"id": c.id, "name": c.invalid.name, "args": c.invalid.raw, "error": c.invalid.error}
             for c in self._calls
             if c.invalid is not None
         ]
-        if invalid:
-            message["invalid_tool_calls"] = invalid
-        return message
+        return _message("".join(self._content), "".join(self._reasoning), valid, invalid)
 
     @property
     def open_calls(self) -> Sequence[int]:

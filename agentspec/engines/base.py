@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from agentspec import recordings, telemetry
+from agentspec.chat import MessageDelta, joined
 from agentspec.engines.request import GenerationRequest
 from agentspec.errors import AgentSpecError, RequestAbortedError
 
@@ -51,6 +52,7 @@ class TokenChunk:
     logprobs:  one TokenLogprob per id where the request asked for them, else empty
     index:     which of the request's n choices this belongs to
     stop_reason: on the last chunk, the stop string or ids that ended it; None for EOS and length
+    delta:     what it adds to the assistant's message, where the call was a chat; None: it was not
     """
 
     token_ids: tuple[int, ...]
@@ -60,6 +62,7 @@ class TokenChunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     index: int = 0
     stop_reason: str | tuple[int, ...] | None = None
+    delta: MessageDelta | None = None
 
 
 @dataclass(slots=True)
@@ -208,11 +211,13 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...] = ()
     index: int = 0
     stop_reason: str | tuple[int, ...] | None = None
+    deltas: tuple[MessageDelta, ...] = ()
 
     @property
     def message(self) -> dict[str, Any]:
-        """The output as an assistant message, to be appended to the history."""
-        return {"role": "assistant", "content": self.text}
+        """The output as an assistant message, to be appended to the history: content, and where there are any,
+        reasoning_content, tool_calls and invalid_tool_calls (malformed ones, with their raw text)."""
+        return joined(self.deltas) if self.deltas else {"role": "assistant", "content": self.text}
 
 
 class Channel:
@@ -439,6 +444,7 @@ class Generation:
             tuple(p for chunk in mine for p in chunk.logprobs),
             index,
             last.stop_reason if last is not None else None,
+            tuple(chunk.delta for chunk in mine if chunk.delta is not None),
         )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentspec.chat import MessageParser
 from agentspec.drafting import Draft, Proposer, WidthPolicy
 from agentspec.engines.base import CallStats, Channel, TokenChunk, TokenLogprob, now_ns
 from agentspec.engines.cost import CostMeter
@@ -32,6 +33,7 @@ from agentspec.memory import Context, Source
 
 __all__ = ["Decoder", "Output"]
 
+MOST_FORCED = 64  # ids of a grammar's forced text a forward
 PREFILL_CHUNK = 256  # tokens a forward: an abort waits for no more, and attention scores stay small
 
 
@@ -41,7 +43,7 @@ class Output:
 
     prompt:    int32, its ids
     pending:   int32, ids that are in the context but not in the cache: at the end always the last one
-    children:  of the draft in flight, by (node, id)
+    parser:    of a chat's answer
     """
 
     index: int
@@ -54,6 +56,7 @@ class Output:
     emitted: int = 0
     aborted: bool = False
     costs: list[float] = field(default_factory=list)
+    parser: MessageParser | None = None
 
 
 class Decoder:
@@ -145,15 +148,19 @@ class Decoder:
         stats.output_tokens += len(emitted)
         stats.arrivals.append(((stamp - submitted_ns) / 1e6, len(emitted)))
         stopper = output.stopper
+        text, delta = stopper.take(), None
+        if output.parser is not None:
+            delta = output.parser.finish(text) if stopper.finish_reason else output.parser.push(text)
         channel.put(
             TokenChunk(
                 tuple(emitted),
-                stopper.take(),
+                text,
                 stamp,
                 stopper.finish_reason or None,
                 tuple(probabilities),
                 output.index,
                 stopper.stop_reason,
+                delta,
             )
         )
 
@@ -188,7 +195,8 @@ class Decoder:
         else:
             limits = policy.limits(remaining, tree=self.forward.supports_trees)
             if constraint is not None:
-                forced = constraint.forced(min(limits.max_tokens, limits.max_depth))
+                # certain to be accepted, so neither width rule nor proposer has a say
+                forced = constraint.forced(min(MOST_FORCED, remaining - 1))
                 draft = Draft.chain(forced, np.ones(len(forced)), int(Source.SCHEMA)) if len(forced) else draft
             if not len(draft):
                 draft = self._timed(stats, self.proposer.propose, output.context, limits)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from agentspec import telemetry
-from agentspec.chat import ChatTemplate, History, OutputRecord
+from agentspec.chat import ChatTemplate, Grammar, History, OutputRecord, PreparedChat, ToolFormat, prepare
+from agentspec.chat.compiled import CompiledGrammar, GrammarCompiler
 from agentspec.drafting import CostCurve, Proposer, make_proposer
 from agentspec.engines import cost, models
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, as_engine_error, now_ns
@@ -52,7 +53,7 @@ class _Job:
     channel: Channel
     submitted_ns: int
     once: bool  # the trajectory was made for this call and ends with it
-    spliced: int = 0
+    prepared: PreparedChat | None = None
     outputs: list[Output] = field(default_factory=list)
 
 
@@ -65,6 +66,7 @@ class LocalEngine:
     dtype:      None: float32 on CPU, bfloat16 elsewhere
     proposer:   a name, or anything that implements the Proposer protocol
     max_draft:  most draft tokens a step; 0 switches drafting off
+    tool_format: how the model writes tool calls (agentspec.chat.formats); None: as its chat template tells
     cost_curve: v(n), kept as it is, and no clock decides a width; None: measured at load (a few seconds, cached by
                 model, dtype, device and threads) and corrected while running
     kv_budget:  most bytes of keys and values kept for all trajectories; None: a quarter of the machine's memory (of
@@ -84,6 +86,7 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         proposer: str | Proposer = "match",
         max_draft: int = 16,
+        tool_format: str | ToolFormat | None = None,
         cost_curve: CostCurve | None = None,
         kv_budget: int | None = None,
         fast: bool = True,
@@ -111,7 +114,8 @@ class LocalEngine:
         self.context_length = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
         self.eos_ids = _eos_ids(self._model, self.tokenizer)
         self.device, self.dtype = str(device), dtype
-        self.template = ChatTemplate(self.tokenizer)
+        self.template = ChatTemplate(self.tokenizer, tool_format)
+        self._grammars = GrammarCompiler(self.tokenizer, self.vocabulary, self.eos_ids)
         self.store = MemoryStore()
         telemetry.watch_memory(self.store)
         self.proposer = make_proposer(proposer, self.tokenizer)
@@ -144,32 +148,56 @@ class LocalEngine:
     def generate(self, request: GenerationRequest) -> Generation:
         """Start a call on token ids. Raises InvalidRequestError, ContextLengthError, EngineClosedError."""
         self._check(request)
-        return self._submit(request, 0, None)
+        return self._submit(request, None, None)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar for this model, to be passed as a request's `constraint`. Raises GrammarError."""
+        return self._grammars.compile(grammar)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        grammar: Grammar | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Generation:
         """Start a call on messages, by the model's own chat template.
 
-        tools: JSON schemas as the template takes them; template_options: more variables for the template;
-        options: GenerationRequest's. Raises as `generate`, and ChatTemplateError, UnknownOptionError.
+        Its chunks carry deltas of the assistant's message, its result() the message: content, reasoning_content,
+        tool_calls, invalid_tool_calls. agentspec.chat.prepare says what the arguments are; options:
+        GenerationRequest's. Raises as `generate`, and ChatTemplateError, GrammarError, UnknownOptionError.
         """
         GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
         trajectory = options.pop("trajectory", None) or current_trajectory()
         # Rendered now, so that a bad message is told to the caller and not to the stream. The history may still
         # grow by a call under way in this trajectory; then its output is tokenised instead of spliced.
         history = self._states.get(trajectory).history if trajectory is not None else History()
-        rendered = self.template.render(messages, tools=tools, history=history, template_options=template_options)
+        prepared = prepare(
+            self.template,
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            grammar=grammar,
+            history=history,
+            template_options=template_options,
+        )
+        if prepared.grammar is not None:
+            if options.get("constraint") is not None:
+                raise InvalidRequestError("chat: needed one of constraint and a grammar, got both")
+            options["constraint"] = self.compile(prepared.grammar)
+        prompt = prepared.prompt
         request = GenerationRequest.of(
-            **{"input_ids": rendered.input_ids, "spans": rendered.spans, "trajectory": trajectory, **options}
+            **{"input_ids": prompt.input_ids, "spans": prompt.spans, "trajectory": trajectory, **options}
         )
         self._check(request)
-        return self._submit(request, rendered.spliced_tokens, messages)
+        return self._submit(request, prepared, messages)
 
     def close(self) -> None:
         """Stop the worker after the running step and free the caches. Calls not served end with EngineClosedError."""
@@ -260,13 +288,13 @@ class LocalEngine:
         return min(self.context_length, self._states.kv_budget // self._token_bytes)
 
     def _submit(
-        self, request: GenerationRequest, spliced: int, messages: Sequence[Mapping[str, Any]] | None
+        self, request: GenerationRequest, prepared: PreparedChat | None, messages: Sequence[Mapping[str, Any]] | None
     ) -> Generation:
         trajectory = request.trajectory or current_trajectory()
         once = trajectory is None
         trajectory = trajectory or Trajectory()
         channel = Channel(telemetry.chat(telemetry.Target(self.model_name), request, trajectory, messages))
-        job = _Job(request, trajectory, channel, now_ns(), once, spliced)
+        job = _Job(request, trajectory, channel, now_ns(), once, prepared)
         lane = _caller() if once else (trajectory.namespace, trajectory.id)
         if not self._worker.submit(lane, job):
             raise _closed()
@@ -313,13 +341,15 @@ class LocalEngine:
                     seed=seed,
                     choices=request.n,
                     prompt_tokens=len(prompt),
-                    spliced_tokens=job.spliced,
+                    spliced_tokens=job.prepared.prompt.spliced_tokens if job.prepared is not None else 0,
                     queue_ms=(now_ns() - job.submitted_ns) / 1e6,
                     first_divergence=divergence(state.last, prompt),
                 )
                 job.channel.span.measuring(stats)
                 state.calls += 1
                 self._take_seeds(state, job.trajectory)
+                for seed_ids in job.prepared.seeds if job.prepared is not None and request.draft else ():
+                    state.memory.seed(seed_ids, Source.SCHEMA)
             for index in range(request.n):
                 with self._decoder.step_lock:
                     output = self._output(job, state, prompt, index, seed or 0, stats)
@@ -370,9 +400,19 @@ class LocalEngine:
             request.constraint() if request.constraint is not None else None,
             self._decoder.noise,
         )
-        stopper = Stopper(self.tokenizer, eos, limit, request.stop_texts, request.stop_sequences, request.min_tokens)
+        prepared = job.prepared
+        stopper = Stopper(
+            self.tokenizer,
+            eos,
+            limit,
+            request.stop_texts,
+            request.stop_sequences,
+            request.min_tokens,
+            prepared.keep_ids if prepared is not None else (),
+        )
+        parser = prepared.parser() if prepared is not None else None
         context = state.memory.extend(prompt, request.spans)
-        return Output(index, request, prompt, sampler, stopper, context, prompt[reused:])
+        return Output(index, request, prompt, sampler, stopper, context, prompt[reused:], parser=parser)
 
     def _settle(self, job: _Job, state: TrajectoryState) -> None:
         """The call is over: what the consumer of an aborted one did not get is taken back, the rest is kept."""
@@ -392,7 +432,8 @@ class LocalEngine:
             if ids:
                 record = OutputRecord.of(self.tokenizer, ids, self.eos_ids)
                 text = record.text if aborted else output.stopper.text
-                state.history.add(record, {"role": "assistant", "content": text})
+                message = {"role": "assistant", "content": text} if output.parser is None else output.parser.message()
+                state.history.add(record, message, job.prepared.prompt.text if job.prepared is not None else None)
         state.cached = state.cached.copy()
 
     def _encode(self, text: str) -> list[int]:

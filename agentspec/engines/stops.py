@@ -20,6 +20,7 @@ class Stopper:
     eos_ids:    end it, and show no text
     texts:      end it where they are complete; the text is cut before them
     sequences:  of ids, end it where they are complete; the text is cut before them
+    keep:       special ids whose text is shown (a chat's parser needs them)
     min_tokens: what is complete before so many tokens ends nothing
     max_tokens: ends it, with reason "length"
 
@@ -35,11 +36,12 @@ class Stopper:
         texts: Sequence[str] = (),
         sequences: Sequence[Sequence[int]] = (),
         min_tokens: int = 0,
+        keep: Collection[int] = (),
     ) -> None:
         self.finish_reason = ""
         self.stop_reason: str | tuple[int, ...] | None = None
         self.text = ""  # all that was shown by `take`
-        self._stream = Detokenizer(tokenizer)
+        self._stream = Detokenizer(tokenizer, keep)
         self._eos = frozenset(eos_ids)
         self._max_tokens = max_tokens
         self._min_tokens = min_tokens

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.chat import formats
+from agentspec.chat import formats, joined
 from agentspec.chat.formats.response_template import ResponseTemplate
 from agentspec.chat.parser import MessageParser, Thoughts
 from agentspec.errors import InvalidRequestError
@@ -75,8 +75,9 @@ def parsed(format, text, cuts=(), tools=None, **options):
     format = formats.get(format) if isinstance(format, str) else format
     tools = TOOLS if tools is None else tools
     parser = MessageParser(format, tools, **options)
-    message = added_up(run(parser, text, cuts))
-    assert message == parser.message()
+    deltas = run(parser, text, cuts)
+    message = added_up(deltas)
+    assert message == parser.message() == joined(deltas)
     at_once = MessageParser(format, tools, **options)
     at_once.finish(text)
     assert anonymous(at_once.message()) == anonymous(message)
