@@ -22,7 +22,8 @@ _TOOL_ROLES = frozenset({"tool", "function", "ipython"})
 def instructions(format: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
     """What the system message says about the tools."""
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    example = format.write_all([("<function-name>", "<args-json-object>")])
+    arguments = "<args-json-object>" if format.json_arguments else '{"<name>": "<value>"}'
+    example = format.write_all([("<function-name>", arguments)])
     example = example.replace('"<function-name>"', "<function-name>")
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

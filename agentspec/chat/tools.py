@@ -203,12 +203,12 @@ def skeletons(format: ToolFormat, tools: Tools) -> tuple[list[str], list[str]]:
     """
     begins: list[str] = []
     texts: list[str] = []
+    if not format.json_arguments:
+        return begins, texts
     for name, schema in tools.schemas.items():
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        head, mark, tail = format.write_all([(name, _ARGUMENTS)]).partition(_ARGUMENTS)
-        if not mark:
-            continue  # a format that writes arguments one by one
+        head, _, tail = format.write_all([(name, _ARGUMENTS)]).partition(_ARGUMENTS)
         keys = list(properties)
         begins.append(
             head + (f"{{{json.dumps(keys[0])}: {_begins(properties[keys[0]])}" if keys else "{}" + tail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.chat import ChatTemplate, History, OutputRecord
+from agentspec.chat import ChatTemplate, History, OutputRecord, formats
 from agentspec.chat.grammar import Grammar
 from agentspec.chat.prepare import prepare
 from agentspec.errors import GrammarError, InvalidRequestError
@@ -41,6 +41,14 @@ def test_offered_tools_reach_the_prompt_whatever_the_template_knows(source):
     assert "get_weather" in text and "The weather of a city." in text and '"kelvin"' in text and "now" in text
     assert "strict" not in text, "an option of the request, not of the tool"
     assert "get_weather" not in prepared(source).prompt.text
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_tools_are_told_and_seeded_in_every_format(name):
+    template = ChatTemplate(byte_level(templates.CHATML), tool_format=name)
+    chat_ready = prepare(template, [USER], tools=[WEATHER])
+    assert "<function-name>" in chat_ready.prompt.text and "get_weather" in chat_ready.prompt.text
+    assert bool(chat_ready.seeds) == formats.get(name).json_arguments
 
 
 def test_a_template_without_tools_is_told_them_in_the_system_message_and_shown_the_calls():

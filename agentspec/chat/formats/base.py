@@ -32,6 +32,7 @@ class ToolFormat:
     traits:    texts in a chat template that give the format away
     bare:      True: a call has no marker, so the output's beginning decides; only the tools' names make one
     trigger:   the marker that opens calls and nothing else; "": there is none, so `strict` tools are refused
+    json_arguments: `write` puts the arguments' JSON text in as it is; False: one by one
     reasoning: True: `parse` itself tells thoughts from content (else <think> marks are read before it)
     rules:     more lines of Lark that `rule` refers to
     opening, between, closing: what stands before, between and after the calls of one message that `write`
@@ -43,6 +44,7 @@ class ToolFormat:
     traits: tuple[str, ...] = ()
     bare: bool = False
     trigger: str = ""
+    json_arguments: bool = True
     reasoning: bool = False
     opening: str = ""
     between: str = "\n"

@@ -59,6 +59,7 @@ class LlamaPythonic(ToolFormat):
     markers = ("<|python_start|>", "<|python_end|>")
     traits = ("[func_name1(params_name1=params_value1",)
     bare = True
+    json_arguments = False
     opening = "["
     between = ", "
     closing = "]"

@@ -22,6 +22,7 @@ class QwenCoder(ToolFormat):
     markers = ("<tool_call>", "</tool_call>")
     traits = ("<function=", "<parameter=")
     trigger = "<tool_call>"
+    json_arguments = False
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         while (yield from scanner.until(("<tool_call>", "<function="), out.content)):
@@ -96,6 +97,8 @@ class QwenCoder(ToolFormat):
             text = _kinds(schema, key) == {"string"}
             if text and isinstance(value.get("enum"), list):
                 body = f"({' | '.join(terms(str(option)) for option in value['enum'])}) {closing}"
+            elif text and set(value) & {"minLength", "maxLength"}:
+                body = f"/(?s:[^<]{{{value.get('minLength', 0)},{value.get('maxLength', '')}}})/ {closing}"
             elif text and not set(value) & {"const", "pattern", "format"}:
                 body = "parameter_text"
             else:
