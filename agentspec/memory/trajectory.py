@@ -48,7 +48,7 @@ TRIES = 16
 DEFAULT_MAX_TOKENS = 4 * 2**20
 # What a memory costs before it holds a token, and an open call besides its arrays: measured by
 # benchmarks/memory.py.
-_EMPTY_BYTES = 4096
+_EMPTY_BYTES = 1800
 _OPEN_BYTES = 2048
 _HELD_ENTRY_BYTES = 150
 
