@@ -268,8 +268,9 @@ def test_a_local_run_is_predicted_exactly(tiny_engine: Any, tmp_path: Path, prop
                 calls.append(result.stats)
                 prompt = [*prompt, *result.token_ids, *random.integers(5, 60, 8).tolist()]
     report = replay(
-        read(path), Encoder(None), lambda: make_proposer(proposer), curve=curve, max_draft=8, tree=False, shared=False
-    )
+        read(path), Encoder(None), lambda: make_proposer(proposer), curve=curve, max_draft=8,
+        tree=engine.forward.supports_trees, shared=False,
+    )  # fmt: skip
     assert [row.verify_steps for row in report.rows] == [stats.verify_steps for stats in calls]
     assert [row.proposed for row in report.rows] == [stats.proposed for stats in calls]
     assert [row.accepted for row in report.rows] == [stats.accepted for stats in calls]

@@ -32,9 +32,10 @@ def measure(
 ) -> tuple[dict[int, float], bool]:
     """(ms of a forward by width, whether the machine was steady), robust against other load.
 
-    run(n): one forward over n tokens, waited for. Steady: the middle n = 1 took less than 1.5 times the fastest; what
-    was measured otherwise serves, but isn't worth keeping. Ratios are taken against the n = 1 forwards right before and after; the middle of at least two rounds (one where
-    a round takes longer than the budget), never more than n times n = 1 and never less than a narrower width.
+    run(n): one forward over n tokens, waited for. Each is compared with the n = 1 forwards right before and after;
+    the middle of the rounds that fit the budget (at least one) counts, never more than n times n = 1 and never less
+    than a narrower width. Steady: the middle n = 1 took less than 1.5 times the fastest; what was measured otherwise
+    serves, but isn't worth keeping.
     """
 
     def timed(n: int) -> float:
