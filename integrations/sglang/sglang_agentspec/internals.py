@@ -98,6 +98,13 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
                 "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave "
                 "--enable-dp-attention out"
             )
+        for name in ("enable_two_batch_overlap", "enable_pdmux"):
+            if getattr(args, name):
+                option = "--" + name.replace("_", "-")
+                raise InvalidRequestError(
+                    f"AGENTSPEC: {option} keeps attention backends of its own, which a step of another width "
+                    "can't exchange: leave it out"
+                )
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(args, name) != 1.0:
                 option = "--" + name.replace("_", "-")
@@ -254,11 +261,11 @@ class AgentSpecWorker(BaseSpecWorker):
         accept_lens = torch.ones(rows, dtype=torch.int32, device=self.device)
         if on_publish is not None:
             on_publish(batch.seq_lens.clone())
+        self._sweep()  # first, so that a call that has ended in its prefill can be joined by its next one
         for request in batch.reqs:
             if request.rid not in self.calls:
                 self._begin(request)
             self._last_seen[request.rid] = self._forwards
-        self._sweep()
         return self._result(
             batch,
             result,
@@ -593,8 +600,9 @@ class AgentSpecWorker(BaseSpecWorker):
                 if width == 1:
                     runner.spec_algorithm = SpeculativeAlgorithm.NONE
                 attention = runner._get_attention_backend(init_new_workspace=True)
-                graph = runner.decode_cuda_graph_runner
-                if not is_cpu() and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+                graph = self._runners[self.speculative_num_draft_tokens].graph
+                captured = graph is not None and graph is not runner.eager_runner
+                if captured and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
                     graph = runner._decode_cuda_graph_runner_cls()(
                         runner,
                         attn_backend=attention,
