@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_agentspec.tree import VerifyTree, pack
+from sglang_agentspec.tree import VerifyTree, pack, places_in_full_mask
 
 from agentspec.drafting import Draft
 
@@ -89,3 +91,17 @@ def test_what_no_verifier_may_be_given_is_left_out(tokens: list[int], parents: l
     assert row == 0 and fault in said
     assert (tree.next_token[0] == -1).all() and (tree.tokens[0] == 50).all()
     assert tree.tokens[1, :3].tolist() == [60, 3, 4]
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
+def test_full_mask_is_the_one_that_stock_ngram_builds(lengths: list[int], width: int, source: Random) -> None:
+    """As `ngram_worker.py` writes it: per request [ones(width, length), tree], flattened and joined."""
+    trees = np.array([source.random() < 0.5 for _ in range(len(lengths) * width * width)])
+    each = trees.reshape(len(lengths), width, width)
+    stock = [
+        np.concatenate([np.ones((width, n), bool), t], 1).ravel() for n, t in zip(lengths, each, strict=True)
+    ]
+    places, total = places_in_full_mask(np.array(lengths), width)
+    mask = np.ones(total, bool)
+    mask[places] = trees
+    assert np.array_equal(mask, np.concatenate(stock))

@@ -45,6 +45,7 @@ from sglang_agentspec.drafter import Call, Drafter, Step
 from sglang_agentspec.lossless import needs_plain_batch, reason_not_to_draft
 from sglang_agentspec.requests import read_settings
 from sglang_agentspec.settings import PluginSettings
+from sglang_agentspec.tree import places_in_full_mask
 
 __all__ = ["AgentSpecAlgorithm", "AgentSpecWorker"]
 
@@ -523,22 +524,12 @@ class AgentSpecWorker(BaseSpecWorker):
         One host pass over the rows' lengths, two kernels, whatever the batch (stock NGRAM runs three a
         request).
         """
-        rows, width, _ = tree.shape
+        width = tree.shape[1]
         if is_cpu():
             return tree.flatten()
-        lengths = batch.seq_lens_cpu.to(torch.int64)
-        starts = torch.cumsum(width * (lengths + width), 0) - width * (lengths + width)
-        line = torch.arange(width).view(1, width, 1)
-        column = torch.arange(width).view(1, 1, width)
-        place = (
-            starts.view(rows, 1, 1)
-            + line * (lengths.view(rows, 1, 1) + width)
-            + lengths.view(rows, 1, 1)
-            + column
-        )
-        total = int((width * (lengths + width)).sum())
+        places, total = places_in_full_mask(batch.seq_lens_cpu.numpy().astype(np.int64), width)
         mask = torch.ones(total, dtype=torch.bool, device=self.device)
-        mask[self._to_device(place.flatten())] = self._to_device(tree.flatten())
+        mask[self._to_device(torch.from_numpy(places))] = self._to_device(tree.flatten())
         return mask
 
     def _spread(self, tokens: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from numba import njit
 
 from agentspec.drafting import Draft
 
-__all__ = ["VerifyTree", "pack"]
+__all__ = ["VerifyTree", "pack", "places_in_full_mask"]
 
 
 class VerifyTree:
@@ -75,6 +75,22 @@ def pack(
             _pack_row(tree._nodes, tree._mask, row, width, root, _NONE, _NONE, vocabulary)
             refused.append((row, _FAULTS[fault]))
     return refused
+
+
+def places_in_full_mask(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
+    """Where a batch's trees lie in the mask that SGLang's GPU backends take, and that mask's size.
+
+    The full mask holds for each request [width, length + width] flattened, one request after another; columns
+    below `length` are the context, which every node sees. lengths: int64[rows], tokens in the KV cache before
+    the step. Returns int64[rows * width * width], the place of each tree entry in order. O(rows * width^2).
+    """
+    sizes = width * (lengths + width)
+    starts = np.cumsum(sizes) - sizes
+    line = np.arange(width).reshape(1, width, 1)
+    column = np.arange(width).reshape(1, 1, width)
+    per_row = lengths.reshape(-1, 1, 1)
+    places = starts.reshape(-1, 1, 1) + line * (per_row + width) + per_row + column
+    return places.reshape(-1), int(sizes.sum())
 
 
 _NONE = np.empty(0, dtype=np.int32)
