@@ -25,7 +25,7 @@ results = []
 for settings, arguments in json.loads(sys.stdin.read()):
     os.environ["AGENTSPEC_SGLANG"] = settings
     try:
-        prepare_server_args(arguments)
+        prepare_server_args(arguments).resolve_once()
         results.append("resolved")
     except BaseException as error:
         results.append(f"{type(error).__name__}: {error}")
