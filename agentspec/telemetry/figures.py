@@ -85,9 +85,9 @@ def totals(calls: Sequence[Any]) -> Attributes:
     saved = [s for s in map(time_saved_ms, calls) if s is not None]
     found: Attributes = {
         n.CALLS: len(calls),
-        n.INPUT_TOKENS: sum(c.prompt_tokens for c in calls),
-        n.OUTPUT_TOKENS: tokens,
-        n.CACHE_READ: sum(c.reused_tokens for c in calls),
+        n.TOTAL_INPUT: sum(c.prompt_tokens for c in calls),
+        n.TOTAL_OUTPUT: tokens,
+        n.REUSED: sum(c.reused_tokens for c in calls),
         n.STEPS: steps,
         n.PROPOSED: proposed,
         n.ACCEPTED: accepted,

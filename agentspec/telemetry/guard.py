@@ -8,6 +8,7 @@ through, and what the exporter logs is kept for the one warning.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import urllib.parse
@@ -19,6 +20,8 @@ __all__ = ["Guard", "Listener", "Quiet"]
 logger = logging.getLogger("agentspec.telemetry")
 
 _KNOCK_S = 0.5
+# What a backend that has no such endpoint answers, in the exporters' words.
+_NO_SUCH_SIGNAL = re.compile(r"\b(404|405|501)\b|UNIMPLEMENTED", re.IGNORECASE)
 _exporting = threading.local()  # .lines: what the exporter in this thread has logged
 
 
@@ -42,15 +45,16 @@ class Listener:
             return False
         return True
 
-    def say_once(self, message: str) -> None:
+    def say_once(self, message: str, lost: str = "spans and metrics") -> None:
         with self._lock:
             if self._said:
                 return
             self._said = True
         logger.warning(
-            "%s: spans and metrics are dropped until that changes (said once). Start a collector "
+            "%s: %s are dropped until that changes (said once). Start a collector "
             "(integrations/jaeger has one), or set OTEL_SDK_DISABLED=true.",
             message,
+            lost,
         )
 
     def _proxied(self) -> bool:
@@ -87,8 +91,8 @@ class Guard:
         self._through = result is not self._failure
         if not self._through:
             reason = str(lines[-1]) if lines else "no reason given"
-            if self._signal == "metrics" and ("404" in reason or "UNIMPLEMENTED" in reason.upper()):
-                self._refused = True  # a traces-only backend such as plain Jaeger: nothing is wrong
+            if self._signal == "metrics" and _NO_SUCH_SIGNAL.search(reason):
+                self._refused = True  # a traces-only backend, as Jaeger and Phoenix are: nothing is wrong
                 logger.info("%s takes no metrics: they are not sent", self._listener.endpoint)
             else:
                 self._listener.say_once(

@@ -186,6 +186,9 @@ FINGERPRINT = _attribute(
 # ---- ours, on agent spans ------------------------------------------------------------
 
 CALLS = _attribute("agentspec.calls", "int", OURS, "calls of the trajectory")
+# Not gen_ai.usage.*: backends add those up over a trace, and would count each call's tokens twice.
+TOTAL_INPUT = _attribute("agentspec.input_tokens", "int", OURS, "prompt tokens of the trajectory's calls")
+TOTAL_OUTPUT = _attribute("agentspec.output_tokens", "int", OURS, "output tokens of the trajectory's calls")
 DRIFT = _attribute("agentspec.drift", "str", OURS, "why drafting does not pay here, in words")
 DRIFT_CAUSE = _attribute("agentspec.drift.cause", "str", OURS, "the same, as one of drift.Cause")
 

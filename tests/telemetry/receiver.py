@@ -94,9 +94,7 @@ def value(any_value: Any) -> Any:
 
 
 @contextmanager
-def http_receiver(
-    status: int = 200, delay_s: float = 0.0, refuse_metrics: bool = False
-) -> Iterator[Received]:
+def http_receiver(status: int = 200, delay_s: float = 0.0, refuse_metrics: int = 0) -> Iterator[Received]:
     received = Received()
 
     class Handler(BaseHTTPRequestHandler):
@@ -109,7 +107,7 @@ def http_receiver(
             elif self.path == "/v1/metrics" and not refuse_metrics:
                 received.take_metrics(metrics_service_pb2.ExportMetricsServiceRequest.FromString(body))
             else:
-                answer = 404
+                answer = refuse_metrics or 404
             self.send_response(answer)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -73,12 +73,16 @@ def test_a_trajectory_is_the_sum_of_its_calls():
     )
     second = call([(5.0, 1), (15.0, 1)], mean_cost=1.0, prompt_tokens=120)
     written = figures.totals([first, second])
-    assert written[n.CALLS] == 2 and written[n.STEPS] == 4 and written[n.OUTPUT_TOKENS] == 8
-    assert written[n.INPUT_TOKENS] == 220
+    assert written[n.CALLS] == 2 and written[n.STEPS] == 4 and written[n.TOTAL_OUTPUT] == 8
+    assert written[n.TOTAL_INPUT] == 220
     assert written[n.TOKENS_PER_STEP] == 2.0 and written[n.BREAK_EVEN] == pytest.approx(1.25)
     assert written[n.ACCEPTANCE] == 0.5 and written[n.CONDITIONAL] == pytest.approx(0.8)
     saved = figures.time_saved_ms(first) + figures.time_saved_ms(second)
     assert written[n.SAVED_MS] == pytest.approx(saved)
+
+
+def test_a_trajectorys_tokens_are_not_counted_twice_by_a_backend():
+    assert not [key for key in figures.totals([call([(1.0, 1), (2.0, 1)])]) if key.startswith("gen_ai.usage")]
 
 
 def test_a_trajectory_without_calls_says_so():
