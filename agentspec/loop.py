@@ -61,7 +61,6 @@ class Trajectory:
         self.name = name
         self.calls: list[Any] = []
         self.context: Any = None  # OpenTelemetry's, of its invoke_agent span; for threads that inherit nothing
-        self.drift: Any = None  # telemetry's Drift as of its last call
         self._seeds: list[Seed] = []
         self._lock = threading.Lock()
 

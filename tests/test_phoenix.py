@@ -1,4 +1,4 @@
-"""Arize Phoenix, a backend that people use, takes an agent's spans and shows agent, model and tool by its API.
+"""Arize Phoenix, a backend that people use, takes an agent's spans and shows agent, model and tool.
 
     ./dev nightly tests/test_phoenix.py
 

@@ -32,7 +32,7 @@ from agentspec.telemetry.drift import Drift, DriftWatch
 from agentspec.telemetry.figures import call_attributes
 from agentspec.telemetry.metrics import instruments
 from agentspec.telemetry.options import OPTIONS
-from agentspec.telemetry.spans import failed, parent_context, tracer
+from agentspec.telemetry.spans import Gathered, failed, surrounding, tracer
 from agentspec.telemetry.steps import step_events
 
 __all__ = ["NO_CALL", "ChatSpan", "NoCall", "Target", "chat", "fingerprint"]
@@ -141,7 +141,7 @@ class ChatSpan:
             self._common[n.SERVER_ADDRESS] = target.address
             if target.port is not None:
                 self._common[n.SERVER_PORT] = target.port
-        parent = parent_context(trajectory)
+        parent = surrounding(trajectory)
         current = tracer()
         self.span: Span = INVALID_SPAN
         if current is not None:
@@ -210,9 +210,12 @@ class ChatSpan:
         partial = getattr(error, "partial", None)
         stats = stats or getattr(partial, "stats", partial) or _as_it_stands(self._stats)
         drift: Drift | None = None
-        if stats is not None and not abandoned and error is None:
+        if stats is not None and error is None:
             drift = _drift.observe(self._trajectory, self._fingerprint, stats)
-            self._trajectory.drift = drift
+        gathered = Gathered.of(self._context)
+        if gathered is not None and stats is not None:
+            gathered.calls.append(stats)
+            gathered.drift = drift if error is None else gathered.drift
         if self.span.is_recording():
             if stats is not None:
                 self.span.set_attributes(call_attributes(stats))

@@ -95,9 +95,8 @@ class Guard:
                 self._refused = True  # a traces-only backend, as Jaeger and Phoenix are: nothing is wrong
                 logger.info("%s takes no metrics: they are not sent", self._listener.endpoint)
             else:
-                self._listener.say_once(
-                    f"export of {self._signal} to {self._listener.endpoint} failed ({reason})"
-                )
+                message = f"export of {self._signal} to {self._listener.endpoint} failed ({reason})"
+                self._listener.say_once(message, self._signal)
         return result
 
 

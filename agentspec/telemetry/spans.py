@@ -25,13 +25,19 @@ from agentspec.telemetry.content import text
 from agentspec.telemetry.figures import totals
 from agentspec.telemetry.options import OPTIONS
 
-__all__ = ["NOTHING", "Run", "agent", "attach", "detach", "parent_context", "tool", "tracer"]
+__all__ = ["NOTHING", "Gathered", "Run", "agent", "attach", "detach", "surrounding", "tool", "tracer"]
 
 _MESSAGE_LIMIT = 300  # characters of an exception's message in a span's status
 
 _tracer: tuple[Any, Tracer | None] = (None, None)
 # Called once, before the first span: sets up what the environment asks for (setup.py puts itself in here).
 before_first: Callable[[], None] | None = None
+# Of frameworks that keep their runs elsewhere than in OpenTelemetry's context: each returns the context of
+# the run
+# that this code is part of, or None. langchain_agentspec.tracing puts itself in here.
+frameworks: list[Callable[[], Context | None]] = []
+_GATHERED = context_api.create_key("agentspec-gathered")
+_IN_TOOL = context_api.create_key("agentspec-tool")
 
 
 def tracer() -> Tracer | None:
@@ -122,9 +128,25 @@ class _Nothing:
 NOTHING = _Nothing()
 
 
-def agent(trajectory: Any) -> Run | _Nothing:
-    """An invoke_agent span for a trajectory, child of what is current here. It ends with its calls'
-    figures.
+class Gathered:
+    """The calls that ended under an agent's span, and the drift as of the last. Travels in the span's
+    context.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.drift: Any = None
+
+    @classmethod
+    def of(cls, context: Context) -> Gathered | None:
+        found = context_api.get_value(_GATHERED, context)
+        return found if isinstance(found, cls) else None
+
+
+def agent(trajectory: Any, parent: Context | None = None) -> Run | _Nothing:
+    """An invoke_agent span for a trajectory (its name and id), child of what is current here, or of `parent`.
+
+    It ends with the figures of the calls below it.
     """
     current = tracer()
     if current is None:
@@ -135,20 +157,30 @@ def agent(trajectory: Any) -> Run | _Nothing:
         n.AGENT_NAME: trajectory.name,
         n.CONVERSATION: trajectory.id,
     }
-    span = current.start_span(
-        f"invoke_agent {trajectory.name}", kind=SpanKind.INTERNAL, attributes=attributes
-    )
-    run = Run(span, trace.set_span_in_context(span), lambda: _agent_end(trajectory))
-    trajectory.context = run.context
-    return run
+    name = f"invoke_agent {trajectory.name}"
+    above = parent if parent is not None else surrounding(None)
+    span = current.start_span(name, context=above, kind=SpanKind.INTERNAL, attributes=attributes)
+    gathered = Gathered()
+    context = context_api.set_value(_GATHERED, gathered, trace.set_span_in_context(span, above))
+    trajectory.context = context
+    return Run(span, context, lambda: _agent_end(gathered))
 
 
 def tool(
-    function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], trajectory: Any = None
+    function: Any,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    trajectory: Any = None,
+    parent: Context | None = None,
 ) -> Run | _Nothing:
-    """An execute_tool span, child of what is current here. The arguments are written on opt-in only."""
+    """An execute_tool span, child of what is current here, or of `parent`. The arguments are written on
+    opt-in only. A @tool that a framework runs as its tool, under a span already, makes no second one."""
     current = tracer()
     if current is None:
+        return NOTHING
+    above = parent if parent is not None else surrounding(trajectory)
+    if context_api.get_value(_IN_TOOL, above) == name:
         return NOTHING
     attributes: dict[str, Any] = {n.OPERATION: "execute_tool", n.TOOL_NAME: name, n.TOOL_TYPE: "function"}
     if described := (getattr(function, "__doc__", None) or "").strip():
@@ -156,14 +188,14 @@ def tool(
     if trajectory is not None:
         attributes |= {n.CONVERSATION: trajectory.id, n.AGENT_NAME: trajectory.name}
     span = current.start_span(
-        f"execute_tool {name}",
-        context=parent_context(trajectory),
-        kind=SpanKind.INTERNAL,
-        attributes=attributes,
+        f"execute_tool {name}", context=above, kind=SpanKind.INTERNAL, attributes=attributes
     )
     if span.is_recording() and OPTIONS.wants_content():
         span.set_attribute(n.TOOL_ARGUMENTS, text(_arguments(function, args, kwargs), OPTIONS.limit()))
-    return Run(span, trace.set_span_in_context(span))
+    context = trace.set_span_in_context(span, above)
+    if parent is not None:  # a framework's
+        context = context_api.set_value(_IN_TOOL, name, context)
+    return Run(span, context)
 
 
 def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,8 +207,13 @@ def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return bound
 
 
-def parent_context(trajectory: Any) -> Context:
-    """What is current here, or, in a thread that inherited nothing, the trajectory's own span."""
+def surrounding(trajectory: Any) -> Context:
+    """What a span that begins here is a child of: what a framework says (`frameworks`), what is current,
+    or, in a thread that inherited nothing, the trajectory's own span."""
+    for framework in frameworks:
+        said = framework()
+        if said is not None:
+            return said
     here = context_api.get_current()
     if not trace.get_current_span(here).get_span_context().is_valid:
         return getattr(trajectory, "context", None) or here
@@ -203,9 +240,8 @@ def failed(span: Span, error: BaseException) -> None:
     span.set_status(Status(StatusCode.ERROR, text(str(error) or kind.__qualname__, _MESSAGE_LIMIT)))
 
 
-def _agent_end(trajectory: Any) -> dict[str, Any]:
-    attributes = totals(list(trajectory.calls))
-    drift = getattr(trajectory, "drift", None)
-    if drift is not None:
-        attributes |= {n.DRIFT: drift.words, n.DRIFT_CAUSE: drift.cause.value}
+def _agent_end(gathered: Gathered) -> dict[str, Any]:
+    attributes = totals(list(gathered.calls))
+    if gathered.drift is not None:
+        attributes |= {n.DRIFT: gathered.drift.words, n.DRIFT_CAUSE: gathered.drift.cause.value}
     return attributes

@@ -1,4 +1,4 @@
-"""The guard around an exporter, with exporters made for it: what is said, how often, and what is passed on."""
+"""The guard around an exporter: what is said, how often, and what is passed on."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def test_an_exporters_own_log_becomes_the_one_warning(listening, caplog):
     assert "traces are dropped" in record.message
 
 
-@pytest.mark.parametrize(
-    "answer", ["code: 404, reason: x", "code: 405, reason: x", "StatusCode.UNIMPLEMENTED"]
-)
+@pytest.mark.parametrize("answer", ["code: 404, reason: x", "code: 405, reason", "StatusCode.UNIMPLEMENTED"])
 def test_a_backend_without_metrics_is_left_in_peace(listening, caplog, answer):
     exporter = Exporter(answer)
     guard = guarded(exporter, listening, "metrics")
