@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agentspec.telemetry import names
 from tests.telemetry.test_otlp import run_agent
@@ -25,7 +26,6 @@ JAEGER = os.environ.get("AGENTSPEC_JAEGER_URL", "").rstrip("/")
 
 @pytest.mark.fast
 def test_the_compose_file_has_jaeger_v2_and_its_ports():
-    yaml = pytest.importorskip("yaml")
     jaeger = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["jaeger"]
     image, _, version = jaeger["image"].partition(":")
     assert image == "jaegertracing/jaeger" and version.startswith("2.")

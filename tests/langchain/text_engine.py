@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentspec import telemetry
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, TokenChunk
 from agentspec.errors import RequestAbortedError
 from agentspec.loop import Trajectory
@@ -47,7 +48,7 @@ class TextEngine:
         known.pop("parallel_tool_calls", None)
         known.pop("template_options", None)
         request = GenerationRequest.of(input_ids=(1, 2, 3), trajectory=trajectory, **known)
-        channel = Channel()
+        channel = Channel(telemetry.chat(telemetry.Target(self.model_name), request, trajectory, messages))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         self.idle.clear()
         self._jobs.put((request, trajectory, channel, answer, [dict(m) for m in messages]))

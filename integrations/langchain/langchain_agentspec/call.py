@@ -22,6 +22,7 @@ from agentspec.errors import RequestAbortedError, ServerError
 from langchain_agentspec.errors import CallTimeoutError, for_langchain
 from langchain_agentspec.messages import to_agentspec
 from langchain_agentspec.reply import Reply
+from langchain_agentspec.tracing import below
 from langchain_agentspec.trajectories import Origin, trajectories_of
 
 __all__ = ["Call"]
@@ -37,7 +38,7 @@ class Call:
     seed:      whether tool results become draft material
     timeout:   most seconds in all, queueing included; None: no limit
     retries:   how often a server's failure is tried again while nothing has arrived
-    run_id:    of the run, where LangChain tells it: the id that its v3 streams give the message
+    run:       LangChain's manager of the run, where there is one: its id is what v3 streams give the message
     """
 
     def __init__(
@@ -51,14 +52,15 @@ class Call:
         seed: bool = True,
         timeout: float | None = None,
         retries: int = 0,
-        run_id: Any = None,
+        run: Any = None,
     ) -> None:
         self.engine = engine
         self.stats = CallStats()
         self._options = options
         self._timeout = timeout
         self._retries = retries
-        self._run_id = run_id
+        self._run = run
+        self._run_id = getattr(run, "run_id", None)
         self._timed_out = False
         self._arrived = False
         self._said = to_agentspec(messages)
@@ -115,7 +117,8 @@ class Call:
     # ---- inside -------------------------------------------------------------------------------
 
     def _start(self) -> Generation:
-        return self.engine.chat(self._said, trajectory=self._trajectory, **self._options)
+        with below(self._run):
+            return self.engine.chat(self._said, trajectory=self._trajectory, **self._options)
 
     def _end(self, generation: Generation) -> None:
         if generation.stats is not None:

@@ -373,7 +373,7 @@ class ChatAgentSpec(BaseChatModel):
             seed=self.seed_tools,
             timeout=own["timeout"],
             retries=own["max_retries"],
-            run_id=run_manager.run_id if run_manager is not None else None,
+            run=run_manager,
         )
 
     async def _acall(

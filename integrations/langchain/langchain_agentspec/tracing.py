@@ -1,10 +1,11 @@
 """One trace for one run: what LangChain and LangGraph run, as invoke_agent and execute_tool spans.
 
-LangChain keeps its runs in callbacks, not in OpenTelemetry's context, so each call of an agent would be a trace of
-its own. A handler that LangChain adds to every run (register_configure_hook) starts a span for a run that has no
-parent and for each tool, and answers agentspec's question which run the code at hand is part of. Where OpenInference
-or OpenTelemetry's own LangChain instrumentation is at work, their spans are there already: then none are
-made here, and the calls' spans go below theirs. Without a tracer provider nothing happens.
+LangChain keeps its runs in callbacks, not in OpenTelemetry's context, so each call of an agent would be a
+trace of its own. A handler that LangChain adds to every run (register_configure_hook) starts a span for a
+run that has no parent and for each tool, and answers agentspec's question which run the code at hand is
+part of. Where OpenInference or OpenTelemetry's own LangChain instrumentation is at work, their spans are
+there already: then none are made here, and the calls' spans go below theirs. Without a tracer provider
+nothing happens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class _AgentRun:
 
 @dataclass(slots=True)
 class _Held:
-    """A run: the context of the span that it is part of, what was current when that began, and its own span."""
+    """A run: the context of the span that it is part of, what was current when that began, and its own
+    span.
+    """
 
     context: Context
     outside: Any
@@ -62,7 +65,7 @@ class RunSpans(BaseCallbackHandler):
     """Added to every run. Never raises into it."""
 
     run_inline = True  # in the thread or task that starts the run, where the caller's span is current
-    ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True  # type: ignore[assignment]
+    ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
         self._held: OrderedDict[UUID, _Held] = OrderedDict()
@@ -137,14 +140,20 @@ class RunSpans(BaseCallbackHandler):
     # ---- agentspec's question -----------------------------------------------------------------
 
     def surrounding(self) -> Context | None:
-        """The context of the run that the code at hand is part of; None: of none, or a span was opened inside."""
+        """The context of the run that the code at hand is part of; None: of none, or a span was opened
+        inside.
+        """
         config = var_child_runnable_config.get()
-        manager = (config or {}).get("callbacks")
-        held = self._get(getattr(manager, "parent_run_id", None))
-        if held is None:
-            return None
+        manager: Any = (config or {}).get("callbacks")
+        run_id = getattr(manager, "parent_run_id", None)
         current = trace.get_current_span()
-        return held.context if current is held.outside else None
+        held = self._get(run_id)
+        if held is not None:
+            return held.context if current is held.outside else None
+        if run_id is None or current.get_span_context().is_valid:
+            return None
+        others = _span_of(manager, run_id)
+        return None if others is None else trace.set_span_in_context(others)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -173,16 +182,21 @@ def traced_by_others() -> bool:
     return False
 
 
+def _span_of(manager: Any, run_id: UUID) -> trace.Span | None:
+    """The span that another tracer among the run's handlers has for it."""
+    for handler in getattr(manager, "handlers", ()):
+        find = getattr(handler, "get_span", None)
+        span = find(run_id) if find is not None else None
+        if isinstance(span, trace.Span):
+            return span
+    return None
+
+
 @contextmanager
 def below(run_manager: Any) -> Iterator[None]:
     """Runs the block (the start of a call) below the span that another tracer has for this model's run."""
-    token = None
-    for handler in getattr(run_manager, "handlers", ()):
-        find = getattr(handler, "get_span", None)
-        span = find(run_manager.run_id) if find is not None else None
-        if isinstance(span, trace.Span):
-            token = context_api.attach(trace.set_span_in_context(span))
-            break
+    span = None if run_manager is None else _span_of(run_manager, run_manager.run_id)
+    token = None if span is None else context_api.attach(trace.set_span_in_context(span))
     try:
         yield
     finally:
