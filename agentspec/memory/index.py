@@ -378,6 +378,17 @@ def find(
     return count
 
 
+@kernel("int64(int32[::1], int64, int64, int32[::1], int64, int64)")
+def common_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, start: Any) -> Any:
+    """How many tokens from tokens[start] on equal those from ids[first] on, within tokens[:size] and
+    ids[:last].
+    """
+    n = 0
+    while start >= 0 and first + n < last and start + n < size and tokens[start + n] == ids[first + n]:
+        n += 1
+    return n
+
+
 @kernel("UniTuple(int64, 2)(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64)")
 def longest_run(
     ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any
@@ -408,19 +419,36 @@ def longest_run(
         if position < 0 or links[position, order] < 0:
             break
         order += 1
-    for _ in range(tries):
+    recent = -1
+    period = 0
+    cut_off = False  # whether the most recent run ended where its stretch does, and not by another token
+    for attempt in range(tries):
         if position < 0:
             break
         start = position - reach
-        n = 0
-        while start >= 0 and first + n < last and start + n < size and tokens[start + n] == ids[first + n]:
-            n += 1
+        n = common_run(ids, first, last, tokens, size, start)
+        if attempt == 0:
+            recent = start
+            cut_off = first + n < last and (start + n >= size or tokens[start + n] < 0)
+        elif attempt == 1:
+            period = recent - start
         if n > best:
             best = n
             best_start = start
             if first + n == last:
                 break
         position = int(links[position, chain])
+    if cut_off and period > 0 and first + best < last:
+        # Text that repeats itself (a million equal tokens): all that was tried lies at its end. Go back by
+        # periods.
+        step = (last - first) // period * period
+        while step >= period:
+            n = common_run(ids, first, last, tokens, size, recent - step)
+            if n > best:
+                best = n
+                best_start = recent - step
+                break
+            step = step // 2 // period * period
     return best_start, best
 
 

@@ -432,6 +432,7 @@ class TrajectoryMemory:
             context.closed = True
             self._open.remove(context)
             ids, start, end = context.tokens, context.prompt_length, context.index.size
+            start = max(start, end - self.max_tokens // 2)  # of an endless output the end is held
             if end > start:
                 self._make_room(end - start)
                 writer = _Writer(self, ids)

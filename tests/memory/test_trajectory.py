@@ -196,6 +196,21 @@ def test_a_message_that_grows_adds_what_it_grew_by() -> None:
     memory.check()
 
 
+@pytest.mark.parametrize("with_spans", [True, False])
+@pytest.mark.parametrize("period", [[7], [7, 8], [7, 7, 8, 9, 7]])
+def test_a_prompt_that_repeats_itself_and_grows_stays_linear(with_spans: bool, period: list[int]) -> None:
+    memory = TrajectoryMemory()
+    for calls in range(1, 60):
+        prompt = [1, 2, 3, *(period * 100)[: 40 * calls], 4]
+        context = memory.extend(
+            prompt, [Span(3, len(prompt) - 1, Source.TOOL, "tool")] if with_spans else None
+        )
+        assert laid(context)
+        memory.close(context)
+        assert len(memory) < 5 * (len(prompt) + 20 * calls)
+    memory.check()
+
+
 def test_a_file_read_again_after_an_edit_adds_the_edit() -> None:
     random = np.random.default_rng(6)
     memory = TrajectoryMemory()
@@ -356,6 +371,17 @@ def test_forgetting_keeps_the_newest_and_what_calls_hold() -> None:
     memory.clear()
     assert len(memory) == 0 and memory.segments == ()
     memory.close(memory.extend([1, 2, 3]))
+    memory.check()
+
+
+def test_of_an_output_that_does_not_fit_the_end_is_held() -> None:
+    memory = TrajectoryMemory(max_tokens=1024, shared=TrajectoryMemory(max_tokens=1024))
+    context = memory.extend([1, 2, 3])
+    for i in range(30):
+        memory.append(context, [*range(100 * i, 100 * i + 100)])
+    compare(memory, context)
+    memory.close(context)
+    assert memory.tokens[-1] == 2999 and 500 < len(memory) <= 1024
     memory.check()
 
 
