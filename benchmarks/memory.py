@@ -320,12 +320,21 @@ def orders(options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a step if the best match is copied, 16 at most, and if the best of the first four is (an
     oracle).
     """
-    from benchmarks.trace_tokens import load_traces
-
     from agentspec.memory import MemoryStore
     from agentspec.memory.index import ORDERS
+    from agentspec.recordings import read
+    from agentspec.replay import Encoder, load_tokenizer
 
-    families = load_traces(options.traces, options.tokenizer, 5 if options.quick else 25)
+    encoder = Encoder(load_tokenizer(options.tokenizer))
+    most = 5 if options.quick else 25
+    families = {
+        file.name: [encoder.calls(recording) for recording in read(file)[:most]]
+        for file in sorted(options.traces.glob("*.jsonl"))
+    }
+    if not families:
+        raise SystemExit(
+            f"no recorded trajectories (*.jsonl) in {options.traces}: name a directory with --traces"
+        )
     rows: dict[str, Any] = {}
     for max_match, recent in ((32, 4), (16, 4), (8, 4), (16, 8)):
         chain: list[float] = []
@@ -335,8 +344,9 @@ def orders(options: argparse.Namespace) -> dict[str, Any]:
             steps = emitted = oracle = 0
             for number, calls in enumerate(trajectories):
                 memory = store.open(str(number), "family")
-                for prompt, spans, output in calls:
-                    context = memory.extend(prompt, spans)
+                for call in calls:
+                    output = call.output
+                    context = memory.extend(call.prompt, call.spans)
                     at = 0
                     while at < len(output):
                         matches = memory.match(context, 1, max_match, recent)
@@ -404,7 +414,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
-    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--tokenizer", default="smollm2", help="a model that agentspec finds")
     options = parser.parse_args()
     results = {}
     for name in options.what or [name for name in MEASUREMENTS if name != "orders"]:
