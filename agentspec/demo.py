@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import agentspec
 from agentspec.errors import InvalidRequestError
+from agentspec.loop import Trajectory, tool, trajectory
 
 if TYPE_CHECKING:
     from agentspec.engines.base import GenerationResult
@@ -52,17 +53,17 @@ class Documents:
                 f"--docs {directory}: needed at least one {', '.join(_PROSE)} file with two paragraphs of prose"
             )
 
-    @agentspec.tool
+    @tool
     def list_files(self) -> str:
         return "\n".join(f"{name}: {len(text.split())} words" for name, text in self.files.items())
 
-    @agentspec.tool
+    @tool
     def read_paragraph(self, name: str, number: int) -> str:
         """The file's prose paragraph of that number, from 1; the last one if there are fewer."""
         paragraphs = _paragraphs(self.files[name])
         return paragraphs[min(number, len(paragraphs)) - 1][:_EXCERPT]
 
-    @agentspec.tool
+    @tool
     def search(self, word: str) -> str:
         """The sentences that have the word, at most three, each with its file's name."""
         hits = []
@@ -84,8 +85,8 @@ def _own_prose() -> dict[str, str]:
     if (root / "pyproject.toml").is_file():
         paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
         return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in paths if p.is_file()}
-    readme = importlib.metadata.metadata("agentspec-decoding").get_payload()
-    return {"README.md": str(readme)}
+    readme: Any = importlib.metadata.metadata("agentspec-decoding")
+    return {"README.md": str(readme.get_payload())}
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -195,8 +196,8 @@ def run(args: argparse.Namespace) -> int:
 def _calls(engine: LocalEngine, documents: Documents) -> Iterator[_Pair]:
     # Tools run inside the drafting trajectory, so that @tool seeds what they return; the plain trajectory is
     # given the same results and drafts nothing.
-    plain = agentspec.Trajectory(name="demo (plain)")
-    with agentspec.trajectory(name="demo", namespace=False) as drafted:
+    plain = Trajectory(name="demo (plain)")
+    with trajectory(name="demo", namespace=False) as drafted:
         histories: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
         for history in histories:
             for example in _EXAMPLES:
@@ -206,10 +207,10 @@ def _calls(engine: LocalEngine, documents: Documents) -> Iterator[_Pair]:
             content = step.question + step.result
             results = {}
             order = [(plain, False), (drafted, True)]
-            for trajectory, draft in order if number % 2 == 0 else reversed(order):
+            for run_in, draft in order if number % 2 == 0 else reversed(order):
                 history = histories[draft]
                 history.append({"role": "user", "content": content})
-                generation = engine.chat(history, max_tokens=step.max_tokens, trajectory=trajectory, draft=draft)
+                generation = engine.chat(history, max_tokens=step.max_tokens, trajectory=run_in, draft=draft)
                 results[draft] = generation.result()
                 history.append(results[draft].message)
             yield _Pair(step, results[False], results[True])

@@ -64,7 +64,8 @@ def _device() -> list[Finding]:
 def _numba() -> list[Finding]:
     import numba
 
-    if numba.config.DISABLE_JIT:
+    config: Any = numba.config
+    if config.DISABLE_JIT:
         return [
             Finding("kernels", "note", "NUMBA_DISABLE_JIT is set: the kernels run as plain Python, slowly", "unset NUMBA_DISABLE_JIT")
         ]
@@ -80,7 +81,8 @@ def _numba() -> list[Finding]:
 def _numba_cache() -> Path:
     import numba
 
-    return Path(numba.config.CACHE_DIR) if numba.config.CACHE_DIR else Path(agentspec.__file__).parent / "__pycache__"
+    config: Any = numba.config
+    return Path(config.CACHE_DIR) if config.CACHE_DIR else Path(agentspec.__file__).parent / "__pycache__"
 
 
 def _model() -> list[Finding]:

@@ -244,7 +244,7 @@ def _write_conversion(gguf: Path, work: Path, source: ModelSource) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
         )
         # The weights are plain floats from here on; what says otherwise would make transformers refuse to save them.

@@ -1,6 +1,7 @@
 """The formulas against the figures of the project's source documents, and the verify-cost curve."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ class TestCostCurve:
         widths = [gpu.at_batch(b).best_width(paths) for b in (1, 8, 16, 32, 64, 128)]
         assert widths == sorted(widths, reverse=True)
         assert widths[0] == 16 and widths[-1] <= 2
-        assert all(a - b <= 10 for a, b in zip(widths, widths[1:], strict=False))
+        assert all(a - b <= 10 for a, b in pairwise(widths))
 
     def test_measured_is_monotone(self):
         curve = CostCurve.measured({1: 100.0, 2: 130.0, 4: 120.0})
