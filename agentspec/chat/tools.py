@@ -74,22 +74,29 @@ class Tools:
 @dataclass(slots=True, frozen=True)
 class ToolChoice:
     """mode: "auto", "none", or "required"; name: the only tool that may be called; parallel: several calls
-    are fine.
+    are fine; plan: exactly these calls, in this order.
     """
 
     mode: str = "auto"
     name: str | None = None
     parallel: bool = True
+    plan: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, choice: Any, tools: Tools, parallel: bool | None = None) -> ToolChoice:
         """From OpenAI's tool_choice: None, "auto", "none", "required" (or "any"), a tool's name, or
-        {"type": "function", "function": {"name": ...}}. Raises InvalidRequestError."""
+        {"type": "function", "function": {"name": ...}}; also a list of names: one call of each, in this order
+        (what an agent's plan says comes next). Raises InvalidRequestError."""
         many = True if parallel is None else bool(parallel)
         if choice is None or choice == "auto":
             return cls("auto", None, many)
         if choice == "none":
             return cls("none", None, many)
+        if isinstance(choice, (list, tuple)) and choice:
+            plan = [cls.of(step, tools).name or "" for step in choice]
+            if "" in plan:
+                raise InvalidRequestError(f"tool_choice: a list needs names of tools, got {choice!r}")
+            return cls("required", None, True, tuple(plan))
         if isinstance(choice, Mapping):
             choice = choice.get("function", choice).get("name")
         elif choice is True or choice in ("required", "any"):
@@ -115,14 +122,16 @@ def call_grammar(
     those. Raises GrammarError where the format can't be restricted so.
     """
     if choice.mode == "required":
-        names = [choice.name] if choice.name else list(tools.schemas)
+        names = [choice.name] if choice.name else list(choice.plan) or list(tools.schemas)
         rules = [
             f"call_{number}: {_call(format, name, tools, specials)}" for number, name in enumerate(names)
         ]
         call = "call: " + " | ".join(f"call_{number}" for number in range(len(names)))
         more = ""
-        if choice.parallel and not choice.name:
-            between = _terms(format.between, specials)
+        between = _terms(format.between, specials)
+        if choice.plan:
+            call = "call: " + f" {between} ".join(f"call_{number}" for number in range(len(names)))
+        elif choice.parallel and not choice.name:
             more = f" ({between} call)*" if between else " call*"
         opening, closing = _terms(format.opening, specials), _terms(format.closing, specials)
         start = f"start: {opening} call{more} {closing}"
