@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(name: str, obj: Any) -> None:
     # langchain-tests expects asyncio_mode=auto; here the mode is strict for everything else's sake.
-    for item in items:
-        if "/langchain/" in str(item.path) and inspect.iscoroutinefunction(getattr(item, "function", None)):
-            item.add_marker(pytest.mark.asyncio)
+    if name.startswith("test_") and inspect.iscoroutinefunction(obj):
+        pytest.mark.asyncio(obj)
 
 
 @pytest.fixture

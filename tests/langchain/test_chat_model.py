@@ -160,6 +160,10 @@ def test_tools_are_handed_on_as_the_templates_take_them(tiny_tokenizer: Any) -> 
         assert made["function"]["name"] == "read_file" and made["function"]["strict"] is True
         assert made["function"]["parameters"]["required"] == ["path"]
         assert options.get("tool_choice") == handed and options["parallel_tool_calls"] is False
+    model.bind_tools([read_file], tool_choice=["read_file", "read_file"]).invoke("a")
+    assert engine.asked[-1][1]["tool_choice"] == ["read_file", "read_file"]
+    with pytest.raises(InvalidRequestError, match=r"name of a bound tool \(read_file\), got \['auto'\]"):
+        model.bind_tools([read_file], tool_choice=["auto"])
     with pytest.raises(InvalidRequestError, match=r"name of a bound tool \(read_file\), got 'write_file'"):
         model.bind_tools([read_file], tool_choice="write_file")
     with pytest.raises(InvalidRequestError, match="some provider runs on its servers"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentspec import telemetry
+from agentspec.chat import MessageParser, formats
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, TokenChunk
 from agentspec.errors import RequestAbortedError
 from agentspec.loop import Trajectory
@@ -51,7 +52,9 @@ class TextEngine:
         channel = Channel(telemetry.chat(telemetry.Target(self.model_name), request, trajectory, messages))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         self.idle.clear()
-        self._jobs.put((request, trajectory, channel, answer, [dict(m) for m in messages]))
+        offered = {t["function"]["name"]: t["function"]["parameters"] for t in options.get("tools") or ()}
+        parser = MessageParser(formats.get("hermes"), offered)
+        self._jobs.put((request, trajectory, channel, answer, [dict(m) for m in messages], parser))
         return Generation(request, channel)
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -62,16 +65,16 @@ class TextEngine:
 
     def _serve(self) -> None:
         while True:
-            request, trajectory, channel, answer, messages = self._jobs.get()
+            request, trajectory, channel, answer, messages, parser = self._jobs.get()
             try:
-                self._run(request, trajectory, channel, answer, messages)
+                self._run(request, trajectory, channel, answer, messages, parser)
             except BaseException as error:
                 channel.put(error)
             self.idle.set()
             del request, trajectory, channel
 
     def _run(
-        self, request: Any, trajectory: Trajectory, channel: Channel, answer: Any, messages: Any
+        self, request: Any, trajectory: Trajectory, channel: Channel, answer: Any, messages: Any, parser: Any
     ) -> None:
         if not channel.claim():
             return
@@ -94,7 +97,8 @@ class TextEngine:
             last = number == limit - 1
             finish = None if not last else "length" if limit < len(ids) else "stop"
             piece = self.tokenizer.decode([token]) if text else ""
-            channel.put(TokenChunk((token,), piece, time.perf_counter_ns(), finish))
+            delta = parser.finish(piece) if last else parser.push(piece)
+            channel.put(TokenChunk((token,), piece, time.perf_counter_ns(), finish, delta=delta))
         stats.finish_reason = finish or ""
         trajectory.calls.append(stats)
         channel.put(stats)

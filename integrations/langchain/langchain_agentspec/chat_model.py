@@ -79,6 +79,8 @@ class ChatAgentSpec(BaseChatModel):
     stop:       texts that end the output
     timeout:    most seconds that a call may take, queueing included
     max_retries: how often a server's failure is tried again while nothing has arrived
+    parallel_tool_calls: bind_tools' default; False: at most one call a message (small models don't stop by
+                themselves)
     namespace:  whose earlier runs new trajectories learn from; None: those of the same agent (its name in
                 LangGraph); False: nobody's
     seed_tools: tool results and their raw artifacts become draft material
@@ -111,6 +113,7 @@ class ChatAgentSpec(BaseChatModel):
     stop: list[str] | str | None = Field(default=None, alias="stop_sequences")
     timeout: float | None = Field(default=None, alias="request_timeout")
     max_retries: int = 2
+    parallel_tool_calls: bool | None = None
     streaming: bool = False
     namespace: str | Literal[False] | None = None
     seed_tools: bool = True
@@ -212,14 +215,15 @@ class ChatAgentSpec(BaseChatModel):
         self,
         tools: Sequence[builtins.dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
-        tool_choice: builtins.dict[str, Any] | str | bool | None = None,
+        tool_choice: builtins.dict[str, Any] | Sequence[str] | str | bool | None = None,
         strict: bool | None = None,
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with tools.
 
-        tool_choice: "auto" (None), "none", "any" (or "required", True: one call or more), or a tool's name
+        tool_choice: "auto" (None), "none", "any" (or "required", True: one call or more), a tool's name,
+                     or a list of names: one call of each, in this order
         strict:      True: a call's arguments fit the tool's schema, whatever the choice
         parallel_tool_calls: False: at most one call a message
         kwargs:      more options of the call
@@ -229,8 +233,9 @@ class ChatAgentSpec(BaseChatModel):
         choice = tool_choice_of(tool_choice, made)
         if choice is not None:
             kwargs["tool_choice"] = choice
-        if parallel_tool_calls is not None:
-            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        parallel = self.parallel_tool_calls if parallel_tool_calls is None else parallel_tool_calls
+        if parallel is not None:
+            kwargs["parallel_tool_calls"] = parallel
         return self.bind(**kwargs)
 
     def with_structured_output(

