@@ -97,7 +97,8 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _word_of(paragraph: str) -> str:
-    return max(re.findall(r"[A-Za-z]{4,}", paragraph), key=lambda word: (len(word), word))
+    words: list[str] = re.findall(r"[A-Za-z]{4,}", paragraph)
+    return max(words, key=lambda word: (len(word), word))
 
 
 # ---- the scripted plan ---------------------------------------------------------------------------

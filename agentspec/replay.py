@@ -87,8 +87,8 @@ class Encoder:
                     EncodedCall(
                         np.asarray(call.input_ids, np.int32), spans, np.asarray(call.output_ids, np.int32),
                         call.steps, call.max_tokens,
-                    )  # fmt: skip
-                )
+                    )
+                )  # fmt: skip
                 continue
             if call.output is None:
                 continue

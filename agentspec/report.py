@@ -235,7 +235,7 @@ def _by_source(report: Report) -> str:
 def _by_width(report: Report) -> str:
     if not report.widths:
         return ""
-    points = [(0.0, 1.0)] + sorted((float(w), v["speedup"]) for w, v in report.widths.items())
+    points = [(0.0, 1.0), *sorted((float(w), v["speedup"]) for w, v in report.widths.items())]
     policy = report.totals()["speedup"] or 1.0
     high = max([y for _, y in points] + [policy])
     ys = _ticks(0, high * 1.05, 5)

@@ -116,8 +116,10 @@ def language_text() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a Python without its documentation
-        topics = {}
-    return "\n".join([*texts, *topics.values()])
+        pass
+    else:
+        texts += topics.values()
+    return "\n".join(texts)
 
 
 def _language(tokenizer: Any, classes: NDArray[np.uint8]) -> UInt32:

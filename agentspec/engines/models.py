@@ -132,7 +132,8 @@ def _load_pretrained(location: str, device: str, dtype: Any, source: ModelSource
                 f"(no network, or no such model). Name a directory, a GGUF file or 'smollm2'{hint}"
             ) from error
         raise ModelLoadError(f"model {source.name!r}: {location} can't be loaded: {error}") from error
-    return model.to(device).eval(), tokenizer
+    placed: Any = model
+    return placed.to(device).eval(), tokenizer
 
 
 def _is_missing(error: Exception) -> bool:
@@ -149,8 +150,9 @@ def _is_missing(error: Exception) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """transformers' progress bars off while a cached model loads; its warnings stay."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    logging: Any = transformers_logging
     was = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
