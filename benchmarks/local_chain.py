@@ -37,13 +37,15 @@ from agentspec.loop import Trajectory
 
 WAYS = ("stock", "lookup", "plain", "drafts")
 TEXT = (
-    "The lighthouse at Kerr Point was built in 1871 by two brothers from Leith, who quarried the stone themselves and "
-    "carried it up the cliff on a tramway of their own design. For forty years its lamp burned colza oil; in 1912 it was "
-    "changed to paraffin, and in 1956 to electricity, when the last keeper left. The tower is twenty-six metres high and "
-    "has one hundred and forty-three steps. Its lens, made in Paris, floats on a bath of mercury and can be turned with "
-    "one finger. Sailors knew the light by its pattern: two short flashes, a pause of five seconds, and one long flash. "
-    "In fog a horn was sounded every ninety seconds. The keepers grew potatoes and kept a cow on the lee side of the "
-    "rock; a boat brought post and flour each fortnight, weather permitting. "
+    "The lighthouse at Kerr Point was built in 1871 by two brothers from Leith, who quarried the stone "
+    "themselves and carried it up the cliff on a tramway of their own design. For forty years its lamp "
+    "burned colza oil; in 1912 it was changed to paraffin, and in 1956 to electricity, when the last "
+    "keeper left. The tower is twenty-six metres high and has one hundred and forty-three steps. Its "
+    "lens, made in Paris, floats on a bath of mercury and can be turned with one finger. Sailors knew the"
+    " light by its pattern: two short flashes, a pause of five seconds, and one long flash. In fog a horn"
+    " was sounded every ninety seconds. The keepers grew potatoes and kept a cow on the lee side of the "
+    "rock; a boat brought post and flour each fortnight, weather permitting."
+    " "
 )
 
 
@@ -98,7 +100,9 @@ def tasks(engine: LocalEngine, prose: Sequence[Path], tokens: int) -> dict[str, 
     return found
 
 
-def generate(engine: LocalEngine, model: Any, prompt: list[int], tokens: int, lookup: bool) -> tuple[list[int], float, float]:
+def generate(
+    engine: LocalEngine, model: Any, prompt: list[int], tokens: int, lookup: bool
+) -> tuple[list[int], float, float]:
     """(ids, s to the first token, s after it) of transformers' generate, greedy."""
     clock = Clock()
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if lookup else {"streamer": clock}
@@ -197,7 +201,9 @@ def report(name: str, runs: dict[str, Run]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=160)
@@ -211,7 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stock = models.load(options.model, device="cpu", dtype=torch.float32).model
     engine = LocalEngine(options.model)
     print(f"forward: {engine.forward.description}")
-    print("v(n):", {n: round(v, 2) for n, v in engine.cost_curve.points.items()}, "threads:", torch.get_num_threads())
+    print(
+        "v(n):",
+        {n: round(v, 2) for n, v in engine.cost_curve.points.items()},
+        "threads:",
+        torch.get_num_threads(),
+    )
     rows = []
     with engine:
         for name, calls in tasks(engine, options.prose, options.tokens).items():
@@ -221,7 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(options.rounds):
                 order = WAYS[number % 4 :] + WAYS[: number % 4]
                 one_round(engine, stock, calls, runs, order)
-                print(f"\r{name}: round {number + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
+                print(
+                    f"\r{name}: round {number + 1} of {options.rounds}", end="", file=sys.stderr, flush=True
+                )
             print(file=sys.stderr)
             row = report(name, runs)
             rows.append(row)

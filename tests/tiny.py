@@ -68,7 +68,13 @@ def model(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
     import transformers as t
 
     eos = tokenizer().eos_token_id
-    shape = {**SHAPE, "vocab_size": len(tokenizer()), "eos_token_id": eos, "bos_token_id": 1, "pad_token_id": eos}
+    shape = {
+        **SHAPE,
+        "vocab_size": len(tokenizer()),
+        "eos_token_id": eos,
+        "bos_token_id": 1,
+        "pad_token_id": eos,
+    }
     shape["initializer_range"] = 0.2
     if kind == "llama":
         config: Any = t.LlamaConfig(**{**shape, **changes})
@@ -78,18 +84,37 @@ def model(kind: str = "llama", seed: int = 0, **changes: Any) -> Any:
         config = t.MistralConfig(**{**shape, "sliding_window": 16, **changes})
     elif kind == "gemma3":
         config = t.Gemma3TextConfig(
-            **{**shape, "head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            **{
+                **shape,
+                "head_dim": 16,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
             **changes,
         )
     elif kind == "mamba":
         config = t.MambaConfig(
-            vocab_size=shape["vocab_size"], hidden_size=64, num_hidden_layers=2, state_size=8, eos_token_id=eos,
-            initializer_range=0.2, **changes,
+            vocab_size=shape["vocab_size"],
+            hidden_size=64,
+            num_hidden_layers=2,
+            state_size=8,
+            eos_token_id=eos,
+            initializer_range=0.2,
+            **changes,
         )
     elif kind == "jamba":
         config = t.JambaConfig(
-            **{**shape, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 4, "num_experts": 2,
-               "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 8}, **changes,
+            **{
+                **shape,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "expert_layer_period": 4,
+                "num_experts": 2,
+                "use_mamba_kernels": False,
+                "mamba_d_state": 8,
+                "mamba_dt_rank": 8,
+            },
+            **changes,
         )
     else:
         raise ValueError(kind)

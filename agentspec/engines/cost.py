@@ -8,6 +8,7 @@ neighbours; later every verify step counts a little. Widths depend on v(n), text
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -15,13 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agentspec.drafting import CostCurve
 
 __all__ = ["CostMeter", "measure"]
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
-# A step moves its width's v by this share of what it says: some 50 steps outweigh the measurement at load.
-_WEIGHT = 1 / 48
+# A step moves its width's v by this share of what it says: some 30 changes of width outweigh what was measured at load.
+_WEIGHT = 1 / 32
+_CLIP = math.log(2.0)  # one step never says more than that
 # The machine's present speed (ms a unit of cost) follows faster: it changes with what else runs.
 _LEVEL_WEIGHT = 1 / 8
 _REBUILD = 32  # steps between two curves
@@ -78,6 +82,9 @@ class CostMeter:
         self.steps = 0
         self._v = dict(curve.points)
         self._level: float | None = curve.base_ms
+        self._before: tuple[int, float] | None = None
+        self._seen = dict.fromkeys(self._v, 0.0)
+        self._seen[1] = 1e9  # v(1) = 1 by definition
 
     @property
     def base_ms(self) -> float | None:
@@ -85,37 +92,58 @@ class CostMeter:
         return self._level
 
     def record(self, n: int, milliseconds: float) -> None:
-        """A forward over n tokens took so long."""
-        expected = self.curve(n)
-        here = milliseconds / expected
+        """A forward over n tokens took so long.
+
+        It is compared with the one before: both met the same load, so what their ratio says is about v.
+        """
+        here = milliseconds / self.curve(n)
         if self._level is None or not 1 / 16 < here / self._level < 16:
             self._level = here  # the first, or another machine state altogether
-            return
-        ratio = min(max(milliseconds / self._level, expected / 2), expected * 2)
         self._level += _LEVEL_WEIGHT * (here - self._level)
-        if n > 1:
-            self._shift(n, ratio - expected)
+        before, self._before = self._before, (n, milliseconds)
         self.steps += 1
+        if before is not None and before[0] != n and min(milliseconds, before[1]) > 0:
+            m, earlier = before
+            error = math.log(milliseconds / earlier) - math.log(self._now(n) / self._now(m))
+            error = _WEIGHT * max(-_CLIP, min(_CLIP, error))
+            share = 0.5 if min(n, m) > 1 else 1.0
+            self._shift(n, share * error * self._now(n))
+            self._shift(m, -share * error * self._now(m))
         if self.steps % _REBUILD == 0:
             self._rebuild()
 
+    def _now(self, n: int) -> float:
+        """v(n) from the points as they are, between two curves."""
+        points = sorted(self._v)
+        return float(np.interp(n, points, [self._v[p] for p in points]))
+
     def _shift(self, n: int, error: float) -> None:
-        """Move the points on both sides of n, each by its share."""
+        """Move the points on both sides of n, each by its share; v(1) is 1."""
+        if n == 1:
+            return
         points = sorted(self._v)
         below = max((p for p in points if p <= n), default=1)
         above = min((p for p in points if p >= n), default=points[-1])
         share = 0.0 if above <= below else (n - below) / (above - below)
         for point, part in ((below, 1.0 - share), (above, share)):
             if point > 1:
-                self._v[point] += _WEIGHT * part * error
+                self._v[point] = max(1.0, self._v[point] + part * error)
+                self._seen[point] += part
 
     def _rebuild(self) -> None:
-        highest = 1.0
-        points = {}
+        """The nearest curve that doesn't fall (pool adjacent violators): where two points contradict, the one that was
+        seen more often counts more."""
+        pools: list[tuple[float, float, list[int]]] = []  # v, weight, points
         for n in sorted(self._v):
-            highest = max(highest, min(self._v[n], float(n)))
-            points[n] = highest
-        self.curve = CostCurve(points, base_ms=self._level, name=self.curve.name)
+            v, weight, points = min(self._v[n], float(n)), 1.0 + self._seen[n], [n]
+            while pools and pools[-1][0] > v:
+                other, heavier, earlier = pools.pop()
+                v = (v * weight + other * heavier) / (weight + heavier)
+                weight, points = weight + heavier, earlier + points
+            pools.append((v, weight, points))
+        curve = {n: max(1.0, min(v, float(n))) for v, _, points in pools for n in points}
+        curve[1] = 1.0
+        self.curve = CostCurve(curve, base_ms=self._level, name=self.curve.name)
         self.version += 1
 
 

@@ -68,7 +68,13 @@ class Decoder:
     """
 
     def __init__(
-        self, forward: Forward, proposer: Proposer, meter: CostMeter, max_draft: int, vocabulary: int, refine: bool
+        self,
+        forward: Forward,
+        proposer: Proposer,
+        meter: CostMeter,
+        max_draft: int,
+        vocabulary: int,
+        refine: bool,
     ) -> None:
         self.forward = forward
         self.proposer = proposer
@@ -197,7 +203,9 @@ class Decoder:
             if constraint is not None:
                 # certain to be accepted, so neither width rule nor proposer has a say
                 forced = constraint.forced(min(MOST_FORCED, remaining - 1))
-                draft = Draft.chain(forced, np.ones(len(forced)), int(Source.SCHEMA)) if len(forced) else draft
+                draft = (
+                    Draft.chain(forced, np.ones(len(forced)), int(Source.SCHEMA)) if len(forced) else draft
+                )
             if not len(draft):
                 draft = self._timed(stats, self.proposer.propose, output.context, limits)
                 draft.check(limits, self.vocabulary)
@@ -224,7 +232,9 @@ class Decoder:
             parents = [*range(-1, base - 1), *nodes.tolist()]
         children: dict[tuple[int, int], int] = {
             (parent, token): node
-            for node, (parent, token) in enumerate(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+            for node, (parent, token) in enumerate(
+                zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
+            )
         }
         parented = set(draft.parents.tolist())
         logits = self._forward(state, np.concatenate([pending, draft.tokens]), 1 + len(draft), parents, stats)
@@ -269,7 +279,9 @@ class Decoder:
         stats.proposed_depth += draft.depth
         return emitted, probabilities, path
 
-    def _cut(self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int) -> None:
+    def _cut(
+        self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int
+    ) -> None:
         """Keep of the last step's rows the pending ones and `nodes` of the path; -1: all pending ones but the last."""
         cache = state.cache
         assert cache is not None
@@ -282,10 +294,20 @@ class Decoder:
     @staticmethod
     def _on_device(logits: torch.Tensor, sampler: Sampler, request: GenerationRequest) -> bool:
         """Greedy choices are made where the logits are; everything else on the CPU."""
-        return logits.is_cuda and sampler.plain and not sampler.noisy and not (request.logprobs or request.top_logprobs)
+        return (
+            logits.is_cuda
+            and sampler.plain
+            and not sampler.noisy
+            and not (request.logprobs or request.top_logprobs)
+        )
 
     def _forward(
-        self, state: TrajectoryState, ids: NDArray[np.int32], rows: int, parents: list[int] | None, stats: CallStats
+        self,
+        state: TrajectoryState,
+        ids: NDArray[np.int32],
+        rows: int,
+        parents: list[int] | None,
+        stats: CallStats,
     ) -> torch.Tensor:
         assert state.cache is not None
         before = time.perf_counter()

@@ -103,7 +103,9 @@ class LocalEngine:
             self.path: str | None = loaded.path
         else:
             if tokenizer is None:
-                raise InvalidRequestError("LocalEngine: a loaded model needs tokenizer=, its transformers tokenizer")
+                raise InvalidRequestError(
+                    "LocalEngine: a loaded model needs tokenizer=, its transformers tokenizer"
+                )
             self._model, self.tokenizer = model.eval(), tokenizer
             self.model_name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
             self.path = None
@@ -131,7 +133,12 @@ class LocalEngine:
         self._closed = False
         curve = cost_curve or self._measured_curve(announce)
         self._decoder = Decoder(
-            self.forward, self.proposer, cost.CostMeter(curve), max_draft, self.vocabulary, refine=cost_curve is None
+            self.forward,
+            self.proposer,
+            cost.CostMeter(curve),
+            max_draft,
+            self.vocabulary,
+            refine=cost_curve is None,
         )
         # The thread must not keep the engine alive: an engine that is dropped ends it.
         serve = weakref.WeakMethod(self._serve)
@@ -172,7 +179,9 @@ class LocalEngine:
         tool_calls, invalid_tool_calls. agentspec.chat.prepare says what the arguments are; options:
         GenerationRequest's. Raises as `generate`, and ChatTemplateError, GrammarError, UnknownOptionError.
         """
-        GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
+        GenerationRequest.of(
+            **{"input_ids": (0,), **options}
+        )  # a bad option is told before anything is rendered
         trajectory = options.pop("trajectory", None) or current_trajectory()
         # Rendered now, so that a bad message is told to the caller and not to the stream. The history may still
         # grow by a call under way in this trajectory; then its output is tokenised instead of spliced.
@@ -215,7 +224,9 @@ class LocalEngine:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a LocalEngine can't be sent to another process: make one there (each loads the model itself)")
+        raise TypeError(
+            "a LocalEngine can't be sent to another process: make one there (each loads the model itself)"
+        )
 
     # ---- what is held -------------------------------------------------------------------------
 
@@ -250,7 +261,9 @@ class LocalEngine:
         if ids.size == 0:
             raise InvalidRequestError("input_ids: needed at least one token, got none")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InvalidRequestError(f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}")
+            raise InvalidRequestError(
+                f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}"
+            )
         named = {
             "input_ids": (int(ids.min()), int(ids.max())),
             "logit_bias": tuple(request.logit_bias),
@@ -263,7 +276,9 @@ class LocalEngine:
                     f"{name}: this model's ids are 0..{self.vocabulary - 1}, got {min(values)}..{max(values)}"
                 )
         if request.top_logprobs > self.vocabulary:
-            raise InvalidRequestError(f"top_logprobs: the vocabulary has {self.vocabulary}, got {request.top_logprobs}")
+            raise InvalidRequestError(
+                f"top_logprobs: the vocabulary has {self.vocabulary}, got {request.top_logprobs}"
+            )
         room = self._room
         why = (
             f"the model's context holds {room}"
@@ -288,7 +303,10 @@ class LocalEngine:
         return min(self.context_length, self._states.kv_budget // self._token_bytes)
 
     def _submit(
-        self, request: GenerationRequest, prepared: PreparedChat | None, messages: Sequence[Mapping[str, Any]] | None
+        self,
+        request: GenerationRequest,
+        prepared: PreparedChat | None,
+        messages: Sequence[Mapping[str, Any]] | None,
     ) -> Generation:
         trajectory = request.trajectory or current_trajectory()
         once = trajectory is None
@@ -317,7 +335,9 @@ class LocalEngine:
         for job in jobs:
             for output in job.outputs:
                 output.context.memory.close(output.context)
-            job.channel.orphan(EngineError("this call runs in the parent process; the forked child can't follow it"))
+            job.channel.orphan(
+                EngineError("this call runs in the parent process; the forked child can't follow it")
+            )
         self._states.drop_broken()
 
     # ---- one call -----------------------------------------------------------------------------
@@ -432,8 +452,14 @@ class LocalEngine:
             if ids:
                 record = OutputRecord.of(self.tokenizer, ids, self.eos_ids)
                 text = record.text if aborted else output.stopper.text
-                message = {"role": "assistant", "content": text} if output.parser is None else output.parser.message()
-                state.history.add(record, message, job.prepared.prompt.text if job.prepared is not None else None)
+                message = (
+                    {"role": "assistant", "content": text}
+                    if output.parser is None
+                    else output.parser.message()
+                )
+                state.history.add(
+                    record, message, job.prepared.prompt.text if job.prepared is not None else None
+                )
         state.cached = state.cached.copy()
 
     def _encode(self, text: str) -> list[int]:

@@ -113,16 +113,27 @@ class GenerationRequest:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}: needed True or False, got {getattr(self, name)!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+            )
         if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}")
+            raise InvalidRequestError(
+                f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}"
+            )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias: an id", token, 0)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+            if (
+                isinstance(bias, bool)
+                or not isinstance(bias, (int, float))
+                or math.isnan(bias)
+                or bias == math.inf
+            ):
                 raise InvalidRequestError(f"logit_bias of {token}: needed a number or -inf, got {bias!r}")
         stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence):
-            raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}")
+            raise InvalidRequestError(
+                f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}"
+            )
         for text in stops:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop: needed non-empty texts, got {text!r:.80}")
@@ -148,7 +159,9 @@ class GenerationRequest:
 
     @property
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(int(i) for i in s) if isinstance(s, Sequence) else (int(s),) for s in self.stop_token_ids)
+        return tuple(
+            tuple(int(i) for i in s) if isinstance(s, Sequence) else (int(s),) for s in self.stop_token_ids
+        )
 
 
 def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:

@@ -76,7 +76,9 @@ class States:
         with self.lock:
             state = self._states.get(key)
             if state is None:
-                state = self._states[key] = TrajectoryState(self._store.open(trajectory.id, trajectory.namespace))
+                state = self._states[key] = TrajectoryState(
+                    self._store.open(trajectory.id, trajectory.namespace)
+                )
             self._states.move_to_end(key)
             return state
 

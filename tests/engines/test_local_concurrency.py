@@ -48,7 +48,9 @@ def one_thread() -> Any:
 
 
 def request(prompt: list[int] | None = None, **options: Any) -> GenerationRequest:
-    return GenerationRequest(**{"input_ids": prompt or PROMPT, "max_tokens": 24, "ignore_eos": True, **options})
+    return GenerationRequest(
+        **{"input_ids": prompt or PROMPT, "max_tokens": 24, "ignore_eos": True, **options}
+    )
 
 
 def run(engine: LocalEngine, prompt: list[int] | None = None, **options: Any) -> GenerationResult:
@@ -381,7 +383,14 @@ def test_kv_budget_least_recently_used_goes_first(tiny_engine: Make) -> None:
     assert old.stats.reused_tokens == 0
     assert old.token_ids == last.token_ids
     # t3 was the least recently used of what was left
-    assert [engine._states.get(t).cache is not None for t in trajectories] == [True, False, False, False, True, True]
+    assert [engine._states.get(t).cache is not None for t in trajectories] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_budget_that_holds_nothing_is_refused_with_what_to_set(tiny_engine: Make) -> None:

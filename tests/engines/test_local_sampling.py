@@ -158,7 +158,9 @@ def biased_draft(model: Any, options: dict[str, Any]) -> Any:
     second = {int(a): np.argsort(-reference(model, [*PROMPT, int(a)], options)) for a in first[:3]}
     tokens = [int(first[1]), int(second[int(first[1])][0]), int(first[0]), int(second[int(first[0])][1])]
     parents = [-1, 0, -1, 2]
-    return lambda context, limits: (tokens, parents) if limits.tree and limits.max_depth > 1 else (tokens[:1], None)
+    return lambda context, limits: (
+        (tokens, parents) if limits.tree and limits.max_depth > 1 else (tokens[:1], None)
+    )
 
 
 def distribution_case(make: Make, name: str, count: int) -> None:
@@ -210,9 +212,11 @@ def test_the_same_seed_gives_the_same_text_and_no_seed_another(tiny_engine: Make
     engine = tiny_engine()
 
     def text(**options: Any) -> str:
-        return engine.generate(
-            GenerationRequest(input_ids=PROMPT, max_tokens=30, temperature=1.0, **options)
-        ).result().text
+        return (
+            engine.generate(GenerationRequest(input_ids=PROMPT, max_tokens=30, temperature=1.0, **options))
+            .result()
+            .text
+        )
 
     assert text(seed=5) == text(seed=5)
     assert text(seed=5) != text(seed=6)

@@ -28,7 +28,12 @@ def test_eos_ends_and_shows_nothing(tiny_tokenizer: Any) -> None:
     ids = tiny_tokenizer("The fox").input_ids
     stopper = Stopper(tiny_tokenizer, {2}, 100)
     taken, text, _ = feed(stopper, [*ids, 2, *ids])
-    assert (taken, text, stopper.finish_reason, stopper.stop_reason) == (len(ids) + 1, "The fox", "stop", None)
+    assert (taken, text, stopper.finish_reason, stopper.stop_reason) == (
+        len(ids) + 1,
+        "The fox",
+        "stop",
+        None,
+    )
 
 
 def test_max_tokens_flushes_an_incomplete_character(tiny_tokenizer: Any) -> None:
@@ -45,7 +50,11 @@ def chr_of(byte: int) -> str:
     text = bytes([byte]).decode("latin-1")
     if byte < 128:
         return ByteLevel(add_prefix_space=False).pre_tokenize_str(text)[0][0]
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     if byte in printable:
         return chr(byte)
     return chr(256 + [b for b in range(256) if b not in printable].index(byte))
@@ -114,7 +123,9 @@ def test_of_two_stops_the_one_that_ends_first(tiny_tokenizer: Any) -> None:
 def test_equals_the_definition(tiny_tokenizer: Any, data: st.DataObject) -> None:
     """Against brute force: the first token at which a stop is complete; the pieces join to the text before it; nothing
     is shown that a stop would have cut."""
-    ids = data.draw(st.lists(st.sampled_from(tiny_tokenizer("ab aab é, abba\n😀 The quick").input_ids), max_size=30))
+    ids = data.draw(
+        st.lists(st.sampled_from(tiny_tokenizer("ab aab é, abba\n😀 The quick").input_ids), max_size=30)
+    )
     whole = tiny_tokenizer.decode(ids)
     texts = data.draw(st.lists(st.text("ab é,T", min_size=1, max_size=4), max_size=3))
     if whole and data.draw(st.booleans()):
