@@ -129,7 +129,7 @@ class GrammarConstraint:
         logits[len(allowed) :] = -np.inf
         if np.isneginf(logits.max()):
             raise GrammarError(
-                "grammar: another option (logit_bias, bad_words, min_tokens) forbids every id that the grammar allows"
+                "grammar: another option (logit_bias, bad_words, min_tokens) forbids every id that it allows"
             )
 
     def advance(self, token: int) -> None:

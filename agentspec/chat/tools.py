@@ -135,7 +135,7 @@ def call_grammar(
             more = f" ({between} call)*" if between else " call*"
         opening, closing = _terms(format.opening, specials), _terms(format.closing, specials)
         start = f"start: {opening} call{more} {closing}"
-        return Grammar("\n".join([start, call, *rules]) + "\n" + format.rules)
+        return Grammar(_lines(start, call, *rules))
     if choice.mode == "auto" and tools.strict:
         return _strict(format, tools, specials)
     return None
@@ -171,12 +171,16 @@ def _strict(format: ToolFormat, tools: Tools, specials: Mapping[str, int]) -> Gr
     more = f" ({terms(format.between)} call)*" if format.opening else ""
     group = f"group: trigger {opening} call{more} {terms(format.closing)}\n"
     if shared in specials:
-        trigger = f"trigger: TEXT <[{specials[shared]}]>\n"
+        trigger = f"trigger: TEXT <[{specials[shared]}]>"
     else:
-        trigger = f"trigger[lazy]: /(?s:.*){re.escape(shared)}/\n"
+        trigger = f"trigger[lazy]: /(?s:.*){re.escape(shared)}/"
     calls = "call: " + " | ".join(f"call_{number}" for number in range(len(rules)))
-    lines = ["start: group* TEXT", calls, *rules, "TEXT: /(?s:.*)/"]
-    return Grammar(group + trigger + "\n".join(lines) + "\n" + format.rules)
+    return Grammar(_lines("start: group* TEXT", group, trigger, calls, *rules, "TEXT: /(?s:.*)/"))
+
+
+def _lines(*rules: str) -> str:
+    """The rules, each line once: calls may bring the same rules of their own."""
+    return "\n".join(dict.fromkeys(line for rule in rules for line in rule.split("\n"))) + "\n"
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ steps = st.lists(st.integers(1, 7), max_size=30)
 
 
 @given(ids_of_any_kind, steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_pieces_joined_are_the_whole_for_any_ids(ids, steps):
     """Random ids: most byte sequences are invalid, some hold special tokens, which are left out."""
     stream, pieces = streamed(byte_level(), ids, steps)
@@ -40,7 +40,7 @@ def test_pieces_joined_are_the_whole_for_any_ids(ids, steps):
 
 
 @given(ids_of_any_kind, steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_kept_special_tokens_are_shown_where_they_stand(ids, steps):
     tokenizer = byte_level()
     stream, pieces = streamed(tokenizer, ids, steps, keep=tokenizer.all_special_ids)
@@ -49,7 +49,7 @@ def test_kept_special_tokens_are_shown_where_they_stand(ids, steps):
 
 
 @given(st.text(max_size=40), steps)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_valid_text_comes_whole_out_of_a_byte_fallback_tokenizer(text, steps):
     tokenizer = byte_fallback()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -58,7 +58,7 @@ def test_valid_text_comes_whole_out_of_a_byte_fallback_tokenizer(text, steps):
 
 
 @given(ids_of_any_kind)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_ends_are_where_the_text_can_be_cut(ids):
     """Up to a token whose end grew, the ids make exactly the text up to there, and those after it the
     rest.

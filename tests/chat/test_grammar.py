@@ -72,7 +72,7 @@ def walk(grammar, seed, most=400):
 
 
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_random_walk_through_a_random_schema_is_a_valid_document(schema, seed):
     try:
         text, ended = walk(Grammar.json_schema(schema), seed)
@@ -83,7 +83,7 @@ def test_a_random_walk_through_a_random_schema_is_a_valid_document(schema, seed)
 
 
 @given(data=st.data(), schema=schemas(closed=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_documents_of_a_schema_are_allowed(data, schema):
     document = data.draw(documents(schema))
     jsonschema.validate(document, schema)
@@ -175,7 +175,7 @@ def test_compiled_grammars_are_kept_and_outputs_of_one_do_not_meet():
     nodes=st.lists(st.tuples(st.integers(-1, 14), st.integers(0, SIZE - 1) | st.just(-1)), max_size=15),
     chain=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_cut_draft_is_what_the_grammar_allows_and_the_state_stays(prefix, nodes, chain):
     """Against the definition: a node stays if every id on its path is in the mask at its place."""
     grammar = Grammar.json_schema({"type": "object", "properties": {"fox": {"enum": ["quick", "lazy"]}}})
@@ -219,7 +219,7 @@ def test_a_cut_draft_is_what_the_grammar_allows_and_the_state_stays(prefix, node
 
 
 @given(schema=schemas(), seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_forced_ids_are_those_whose_mask_allows_no_other(schema, seed):
     """At every place of a random walk; looking ahead changes nothing."""
     try:
@@ -294,7 +294,7 @@ TOOLS = Tools.of(
 
 @pytest.mark.parametrize("name", formats.names())
 @given(seed=st.integers(0, 2**32), choice=st.sampled_from(["required", "get_weather", "now"]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_a_required_call_is_a_call_whatever_is_drawn(name, seed, choice):
     """A random walk through the grammar, read by the format's own parser: valid calls of the chosen tools
     only.

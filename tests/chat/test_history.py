@@ -41,7 +41,7 @@ texts = st.text(st.sampled_from('ab \n{}:"é你😀<>/think'), max_size=30)
 
 
 @given(texts, texts, texts, texts, st.lists(st.integers(0, 60), max_size=8))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_pieces_are_the_rendered_span(shared, middle, other, tail, at):
     """Whatever the record says and the template made of it: joined, the pieces say what was rendered."""
     output = record(shared + middle + tail, at)
@@ -55,7 +55,7 @@ def test_the_pieces_are_the_rendered_span(shared, middle, other, tail, at):
     st.integers(0, 40),
     st.integers(0, 40),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_pieces_are_the_rendered_span_for_any_ids(ids, other, start, stop):
     """Outputs of random ids: invalid bytes, special tokens in the middle."""
     output = OutputRecord.of(byte_level(), ids, EOS)
@@ -68,7 +68,7 @@ def test_the_pieces_are_the_rendered_span_for_any_ids(ids, other, start, stop):
 
 
 @given(texts, st.lists(st.integers(0, 60), max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_an_output_rendered_as_it_was_is_its_own_ids(text, at):
     output = record(text, at)
     assert align(output, output.text) == ([output.ids] if output.ids else [])

@@ -123,7 +123,7 @@ calls = st.lists(
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(calls=calls, cuts=cuts, ascii=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_a_format_writes_it_reads_however_it_is_cut(name, calls, cuts, ascii):
     text = formats.get(name).write_all([(n, json.dumps(a, ensure_ascii=ascii)) for n, a in calls])
     message = parsed(name, text, cuts)
@@ -204,7 +204,7 @@ def test_a_malformed_call_is_kept_as_invalid_with_its_text(name, text):
 
 @pytest.mark.parametrize("name", MARKED)
 @given(calls=calls, keep=st.integers(1, 300), cuts=cuts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_call_that_the_end_breaks_off_is_invalid_never_lost(name, calls, keep, cuts):
     """max_tokens, anywhere: the calls before are whole, and nothing raises."""
     format = formats.get(name)
@@ -221,7 +221,7 @@ def test_a_call_that_the_end_breaks_off_is_invalid_never_lost(name, calls, keep,
     cuts=cuts,
     call=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_text_raises_and_none_is_read_differently_in_pieces(name, text, cuts, call):
     if call:
         written = formats.get(name).write_all([("get_weather", '{"city": "x"}')])
@@ -241,7 +241,7 @@ def test_the_call_after_a_broken_one_is_read(name):
 
 
 @given(text=st.text(st.sampled_from("ab \n<>think/tool_call{}"), max_size=60), cuts=cuts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_without_tools_and_thoughts_content_is_the_text_itself(text, cuts):
     for format in (None, formats.get("hermes")):
         assert parsed(format, text, cuts, tools={}) == {"role": "assistant", "content": text}
@@ -343,7 +343,7 @@ SPEC = {
 
 
 @given(cuts=cuts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_response_template_is_read_by_transformers_parser(cuts):
     format = ResponseTemplate(SPEC).at("<|im_start|>assistant\n<think>")
     text = 'Hm.</think>Look:<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
@@ -353,7 +353,7 @@ def test_a_response_template_is_read_by_transformers_parser(cuts):
 
 
 @given(cuts=cuts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_region_that_transformers_parser_cannot_read_is_an_invalid_call(cuts):
     text = '<tool_call>{"name": nope}</tool_call> and more'
     message = parsed(ResponseTemplate(SPEC).at(""), text, cuts)

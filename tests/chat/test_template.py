@@ -194,6 +194,20 @@ def test_contents_that_look_like_the_template_stay_contents(content, source):
         assert bool(tools) == bool(content.strip() if source is templates.TRIMMING else content)
 
 
+def test_markers_in_what_the_template_says_besides_contents_mislead_nobody():
+    """A tool's description that holds the very texts by which contents are found."""
+    tokenizer = byte_level(templates.QWEN3)
+    template, history = ChatTemplate(tokenizer), History()
+    ids = output(tokenizer, "Fine, thank you.", at=[2, 3, 7])
+    history.add(record(tokenizer, ids))
+    function = {"name": "f", "description": "".join(f"\ue0000.{n}\ue001" for n in range(3)), "parameters": {}}
+    messages = [USER, {"role": "assistant", "content": "Fine, thank you."}, USER]
+    rendered = template.render(messages, tools=[{"type": "function", "function": function}], history=history)
+    assert text_of(tokenizer, rendered.input_ids) == rendered.text
+    assert [s.role for s in rendered.spans] == ["user", "assistant", "user"]
+    assert contains(rendered.input_ids, ids)
+
+
 def test_an_output_that_looks_like_the_template_is_spliced_as_it_was():
     """The model wrote "<|im_end|>" in ordinary tokens: in the prompt it stays text and ends nothing."""
     tokenizer = byte_level(templates.CHATML)
@@ -327,7 +341,7 @@ turns = st.lists(
 
 @pytest.mark.parametrize("source", [templates.CHATML, templates.QWEN3, templates.TRIMMING, templates.TWICE])
 @given(chat=turns)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_prompts_text_is_always_the_templates(source, chat):
     tokenizer = byte_level(source)
     template, history, messages = ChatTemplate(tokenizer), History(), []

@@ -154,7 +154,7 @@ def holds(pair: Pair, schema: dict[str, Any], seed: int, sampling: dict[str, Any
 
 @fast
 @given(schema=schemas(), seed=st.integers(0, 2**32), sampling=samplings)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_schemas(pair: Pair, schema: dict[str, Any], seed: int, sampling: dict[str, Any]) -> None:
     holds(pair, schema, seed, sampling, 48)
 

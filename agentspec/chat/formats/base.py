@@ -34,7 +34,6 @@ class ToolFormat:
     trigger:   the marker that opens calls and nothing else; "": there is none, so `strict` tools are refused
     json_arguments: `write` puts the arguments' JSON text in as it is; False: one by one
     reasoning: True: `parse` itself tells thoughts from content (else <think> marks are read before it)
-    rules:     more lines of Lark that `rule` refers to
     opening, between, closing: what stands before, between and after the calls of one message that `write`
                                gives
     """
@@ -49,7 +48,6 @@ class ToolFormat:
     opening: str = ""
     between: str = "\n"
     closing: str = ""
-    rules: str = ""
 
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         """Read the whole output into `out`. A generator that yields where it needs more text.
@@ -63,7 +61,8 @@ class ToolFormat:
         raise NotImplementedError
 
     def rule(self, name: str, schema: Mapping[str, Any], terms: Callable[[str], str]) -> str:
-        """What `write` gives for any arguments that fit the schema, as Lark terms. terms: a text as such.
+        """What `write` gives for any arguments that fit the schema, as Lark terms; rules that they refer to
+        follow on lines of their own. terms: a text as such.
 
         Right for formats that write the arguments as JSON.
         """

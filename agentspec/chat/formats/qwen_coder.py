@@ -87,25 +87,24 @@ class QwenCoder(ToolFormat):
         if not found:
             raise Malformed("the output ends inside a parameter")
 
-    # Free text up to the mark that closes it, which it holds.
-    rules = 'parameter_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
-
     def rule(self, name: str, schema: Mapping[str, Any], terms: Callable[[str], str]) -> str:
+        extra: list[str] = []
         pieces = [terms(f"<tool_call>\n<function={name}>\n")]
         closing = terms("\n</parameter>\n")
         for key, required, value in properties_of(schema):
             text = _kinds(schema, key) == {"string"}
             if text and isinstance(value.get("enum"), list):
                 body = f"({' | '.join(terms(str(option)) for option in value['enum'])}) {closing}"
-            elif text and set(value) & {"minLength", "maxLength"}:
-                body = f"/(?s:[^<]{{{value.get('minLength', 0)},{value.get('maxLength', '')}}})/ {closing}"
             elif text and not set(value) & {"const", "pattern", "format"}:
-                body = "parameter_text"
+                # Free text up to the mark that closes it, which it holds.
+                low, high = value.get("minLength", 0), value.get("maxLength", "")
+                body = f"text_{low}_{high}"
+                extra.append(f'{body}[suffix="\\n</parameter>\\n"]: /(?s:.{{{low},{high}}})/')
             else:
                 body = f"{json_rule(value)} {closing}"
             body = f"({terms(f'<parameter={key}>' + chr(10))} {body})"
             pieces.append(body if required else f"{body}?")
-        return " ".join([*pieces, terms("</function>\n</tool_call>")])
+        return "\n".join([" ".join([*pieces, terms("</function>\n</tool_call>")]), *extra])
 
     def write(self, name: str, arguments: str) -> str:
         lines = [f"<tool_call>\n<function={name}>"]
