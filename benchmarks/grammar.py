@@ -257,7 +257,8 @@ def random_schemas(library: Any, tokenizer: Any, size: int, count: int) -> None:
 
     walk()
     print(
-        f"    random schemas: {seen}, compile mean {statistics.fmean(compiling):.2f} worst {max(compiling):.1f}"
+        f"    random schemas: {seen}, "
+        f"compile mean {statistics.fmean(compiling):.2f} worst {max(compiling):.1f}"
     )
 
 
