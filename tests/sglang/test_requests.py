@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_agentspec.requests import read_settings
 
@@ -69,6 +69,7 @@ def test_what_cannot_be_used_is_said(custom: dict[str, Any], named: str) -> None
     assert settings.seeds == () and settings.seed_texts == () and settings.spans is None
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["trajectory", "namespace", "draft", "seed_ids", "seed_texts", "spans"]).map(

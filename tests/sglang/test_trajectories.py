@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_agentspec.trajectories import TrajectoryBook
 
@@ -114,6 +114,7 @@ def test_an_evicted_trajectory_is_not_joined_and_leaves_nothing_behind() -> None
     assert sum(len(e) for e in book._ends.values()) <= len(book._trajectories)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
 def test_bookkeeping_balances(calls: list[tuple[int, int, bool]]) -> None:
     """Whatever order calls come in: ends and lengths are exactly those of joinable trajectories."""

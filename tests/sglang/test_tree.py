@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_agentspec.tree import VerifyTree, pack, places_in_full_mask
 
@@ -36,6 +36,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     )
 
 
+@settings(deadline=None)
 @given(st.lists(drafts(), min_size=1, max_size=4), st.integers(10, 14))
 def test_packed_tree_is_the_drafts(given_drafts: list[Draft], width: int) -> None:
     tree = VerifyTree(4, 16)
@@ -93,6 +94,7 @@ def test_what_no_verifier_may_be_given_is_left_out(tokens: list[int], parents: l
     assert tree.tokens[1, :3].tolist() == [60, 3, 4]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
 def test_full_mask_is_the_one_that_stock_ngram_builds(lengths: list[int], width: int, source: Random) -> None:
     """As `ngram_worker.py` writes it: per request [ones(width, length), tree], flattened and joined."""
