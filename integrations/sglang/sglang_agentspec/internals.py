@@ -99,6 +99,10 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
                 "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave "
                 "--enable-dp-attention out"
             )
+        if args.pp_size > 1:
+            raise InvalidRequestError(
+                "AGENTSPEC: SGLang relays no n-gram drafts between pipeline stages: leave --pp-size at 1"
+            )
         for name in ("enable_two_batch_overlap", "enable_pdmux"):
             if getattr(args, name):
                 option = "--" + name.replace("_", "-")
