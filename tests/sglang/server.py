@@ -69,6 +69,7 @@ def environment(folder: Path, plugin: bool = True, **extra: str) -> dict[str, st
         **kept,
         "PYTHONPATH": os.pathsep.join(paths),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "agentspec_cpu_rig.models",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

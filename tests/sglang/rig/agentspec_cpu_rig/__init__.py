@@ -1,5 +1,5 @@
-"""What the tests add to SGLang on a CPU: an attention backend that honours the verify mask, and the scripted
-model.
+"""What the tests add to SGLang on a CPU: an attention backend that honours the verify mask. Its models
+are in models/.
 
 Loaded by SGLang's own plugin mechanism, because this folder is on PYTHONPATH in the server's environment.
 """
@@ -18,12 +18,3 @@ def register():
         return MaskedTorchNativeBackend(runner)
 
     ATTENTION_BACKENDS["torch_native"] = masked_torch_native
-    # Models registered here are found without importing all of SGLang's (half a minute on one core).
-    from sglang.srt.models.llama import LlamaForCausalLM
-    from sglang.srt.models.registry import ModelRegistry
-
-    ModelRegistry.models["LlamaForCausalLM"] = LlamaForCausalLM
-    if os.environ.get("AGENTSPEC_RIG_SCRIPT"):
-        from agentspec_cpu_rig.scripted import ScriptedForCausalLM
-
-        ModelRegistry.models["ScriptedForCausalLM"] = ScriptedForCausalLM
