@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.setup_venv import HERE, models_path, python_path, ready
+from tests.sglang.setup_venv import HERE, models_path, models_ready, python_path, ready
 
 ROOT = HERE.parents[1]
 # One server, small: the suite shares two cores with whatever else runs.
@@ -42,7 +42,7 @@ def missing() -> str | None:
     """What is lacking to run these tests, or None."""
     if not ready():
         return f"SGLang's environment isn't set up: python3.11 {HERE / 'setup_venv.py'}"
-    if not (models_path() / "tiny" / "config.json").exists():
+    if not models_ready():
         return f"the test models aren't there: python3.11 {HERE / 'setup_venv.py'}"
     return None
 

@@ -38,6 +38,15 @@ def models_path() -> Path:
     return venv_path() / "agentspec-models"
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def models_ready() -> bool:
+    stamp = models_path() / "stamp"
+    return stamp.exists() and stamp.read_text() == _digest(HERE / "make_models.py")
+
+
 def _stamp() -> str:
     parts = [(HERE / "requirements.txt").read_bytes(), SGLANG.encode(), TORCHVISION.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -88,8 +97,9 @@ def main() -> None:
         _run(*pip, "--no-deps", f"torchvision=={TORCHVISION}", f"sglang=={SGLANG}")
         (where / "agentspec-stamp").write_text(_stamp())
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
-    if not (models_path() / "smollm2" / "config.json").exists():
+    if not models_ready():
         _run(python_path(), HERE / "make_models.py", models_path())
+        (models_path() / "stamp").write_text(_digest(HERE / "make_models.py"))
     print(python_path())
 
 
