@@ -79,9 +79,7 @@ class GrammarCompiler:
         import llguidance.hf
 
         if not self._eos_ids:
-            raise GrammarError(
-                "grammar: this model has no EOS id, so an output could not end where the grammar does"
-            )
+            raise GrammarError("grammar: this model has no EOS id, so an output could not end where the grammar does")
         try:
             return llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocabulary, eos_token=list(self._eos_ids)

@@ -61,9 +61,7 @@ class MessageDelta:
     ended: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(
-            self.content or self.reasoning or self.tool_calls or self.invalid_tool_calls or self.ended
-        )
+        return bool(self.content or self.reasoning or self.tool_calls or self.invalid_tool_calls or self.ended)
 
 
 def joined(deltas: Iterable[MessageDelta]) -> dict[str, Any]:

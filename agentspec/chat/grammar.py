@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.errors import GrammarError
@@ -30,7 +30,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 class Grammar:
     """A grammar in llguidance's Lark dialect. Equal grammars are compiled once.
 
-    parts: other grammars, which `lark` refers to as @name; one level
+    parts:  other grammars, which `lark` refers to as @name; one level
+    source: what it was made of, for engines that take that: ("json_schema", JSON) or ("regex", pattern)
 
     Under a JSON schema, objects and lists are written in one line as json.dumps does, keys in the schema's
     order, texts without raw control characters (DEL is one to llguidance); whitespace=True allows any white
@@ -39,6 +40,7 @@ class Grammar:
 
     lark: str
     parts: tuple[tuple[str, Grammar], ...] = ()
+    source: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -57,10 +59,9 @@ class Grammar:
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise GrammarError(
-                    f"JSON schema: needed a schema, got text that is no JSON: {error}"
-                ) from error
-        return cls(f"start: {json_rule(schema, whitespace)}\n")
+                raise GrammarError(f"JSON schema: needed a schema, got text that is no JSON: {error}") from error
+        rule = json_rule(schema, whitespace)
+        return cls(f"start: {rule}\n", source=("json_schema", json.dumps(schema)))
 
     @classmethod
     def json_object(cls, *, whitespace: bool = False) -> Grammar:
@@ -71,16 +72,25 @@ class Grammar:
     def regex(cls, pattern: str) -> Grammar:
         """The whole output matches the pattern (Rust's regex syntax: no look-around, no back references)."""
         _text("regex", pattern)
-        return cls(f"start: TEXT\nTEXT: /{_slashed(pattern)}/\n")
+        return cls(f"start: TEXT\nTEXT: /{_slashed(pattern)}/\n", source=("regex", pattern))
 
     @classmethod
     def lark_grammar(cls, lark: str) -> Grammar:
         """A Lark grammar with a `start` rule, as llguidance takes it (%json for schemas, <[id]> for special
-        tokens).
-
-        EBNF is written so too: `a ::= b | c` is `a: b | c`.
-        """
+        tokens)."""
         return cls(_text("grammar", lark))
+
+    @classmethod
+    def ebnf(cls, text: str) -> Grammar:
+        """A grammar of rules `name ::= ...` with a `root` rule, as xgrammar and llama.cpp (GBNF) take it."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return cls(any_to_lark(_text("ebnf", text)))
+        except GrammarError:
+            raise
+        except Exception as error:
+            raise GrammarError(f"ebnf: {error}") from error
 
     @classmethod
     def choice(cls, options: Sequence[str]) -> Grammar:
@@ -91,8 +101,8 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, response_format: Mapping[str, Any]) -> Grammar | None:
-        """OpenAI's response_format: text, json_object, json_schema; also regex, grammar and choice. None: any
-        text.
+        """OpenAI's response_format: text, json_object, json_schema; also regex, grammar, ebnf, choice. None:
+        any text.
         """
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
         if kind == "text":
@@ -111,10 +121,13 @@ class Grammar:
             return cls.regex(response_format.get("regex", response_format.get("pattern", "")))
         if kind == "grammar":
             return cls.lark_grammar(response_format.get("grammar", ""))
+        if kind == "ebnf":
+            return cls.ebnf(response_format.get("ebnf", ""))
         if kind == "choice":
             return cls.choice(response_format.get("choice", ()))
         raise GrammarError(
-            "response_format: needed a 'type' of text, json_object, json_schema, regex, grammar or choice, "
+            "response_format: needed a 'type' of text, json_object, json_schema, regex, grammar, ebnf or "
+            f"choice, "
             f"got {kind!r}"
         )
 
@@ -129,9 +142,7 @@ class Grammar:
         parts = self.parts or (("rest", self),)
         rest = "@rest" if not self.parts else "(@this | @other)"
         start = f"thoughts space {rest}" if inside else f"({literal(opening)} thoughts space)? {rest}"
-        return Grammar(
-            f"start: {start}\nthoughts[lazy]: /(?s:.*){_escaped(closing)}/\nspace: /\\n{{0,2}}/\n", parts
-        )
+        return Grammar(f"start: {start}\nthoughts[lazy]: /(?s:.*){_escaped(closing)}/\nspace: /\\n{{0,2}}/\n", parts)
 
 
 def json_rule(schema: Any, whitespace: bool = False) -> str:

@@ -73,9 +73,7 @@ def prepare(
     choice = ToolChoice.of(tool_choice, offered, parallel_tool_calls)
     if choice.mode == "none":
         offered = Tools()  # not told to the model either: it can't call what it doesn't know
-    prompt = template.render(
-        messages, tools=offered.declared, history=history, template_options=template_options
-    )
+    prompt = template.render(messages, tools=offered.declared, history=history, template_options=template_options)
     format: ToolFormat | None = None
     if len(offered) or getattr(template.tokenizer, "response_template", None) is not None:
         format = template.tool_format

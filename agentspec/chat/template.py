@@ -221,9 +221,7 @@ class ChatTemplate:
             )
         try:
             return str(
-                self.tokenizer.apply_chat_template(
-                    list(chat), tokenize=False, add_generation_prompt=prompt, **options
-                )
+                self.tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=prompt, **options)
             )
         except Exception as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
@@ -297,9 +295,7 @@ class ChatTemplate:
         return [*parts, _Part(text[at:], None)]
 
     def _eos_texts(self) -> list[str]:
-        return sorted(
-            (str(t) for t in getattr(self.tokenizer, "all_special_tokens", ())), key=len, reverse=True
-        )
+        return sorted((str(t) for t in getattr(self.tokenizer, "all_special_tokens", ())), key=len, reverse=True)
 
     # ---- tokens -------------------------------------------------------------------------------
 
@@ -376,9 +372,7 @@ class ChatTemplate:
         return RenderedChat(tuple(ids), text, tuple(spans), spliced), None
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _text_of(self, token: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token))
@@ -435,11 +429,7 @@ def _cut(text: str, literals: list[str], laid: _Laid) -> list[_Part] | None:
             end = len(text) - len(following)
         else:
             end = next(
-                (
-                    at + len(c)
-                    for c in (told["content"], told["content"].strip())
-                    if text.startswith(c + following, at)
-                ),
+                (at + len(c) for c in (told["content"], told["content"].strip()) if text.startswith(c + following, at)),
                 text.find(following, at) if following else -1,
             )
         if end < at or not text.startswith(following, end):
@@ -465,14 +455,10 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     chat = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(
-                f"messages[{number}]: needed a mapping with a 'role', got {message!r:.200}"
-            )
+            raise InvalidRequestError(f"messages[{number}]: needed a mapping with a 'role', got {message!r:.200}")
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise InvalidRequestError(
-                f"messages[{number}] ({message['role']}): needed 'content' or 'tool_calls'"
-            )
+            raise InvalidRequestError(f"messages[{number}] ({message['role']}): needed 'content' or 'tool_calls'")
         chat.append({**message, "content": _text(content, number)})
     return chat
 

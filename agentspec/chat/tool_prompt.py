@@ -47,19 +47,13 @@ def without_tools(
     """
     laid: list[tuple[dict[str, Any], Message]] = []
     for message in chat:
-        told = {
-            key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")
-        }
+        told = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
         if message.get("tool_calls"):
             calls = []
             for call in message["tool_calls"]:
                 function = call.get("function", call)
                 arguments = function.get("arguments")
-                text = (
-                    arguments
-                    if isinstance(arguments, str)
-                    else json.dumps(arguments or {}, ensure_ascii=False)
-                )
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
                 calls.append((str(function.get("name")), text))
             before = f"{message['content']}\n" if message["content"] else ""
             told["content"] = before + format.write_all(calls)

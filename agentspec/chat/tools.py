@@ -38,9 +38,7 @@ class Tools:
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]] | None) -> Tools:
         """Raises InvalidRequestError for what isn't a tool, or a name used twice."""
-        if tools is not None and (
-            isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)
-        ):
+        if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)):
             raise InvalidRequestError(f"tools: needed a list of tools, got {type(tools).__name__}")
         declared, schemas, strict = [], {}, set()
         for number, tool in enumerate(tools or ()):
@@ -48,8 +46,7 @@ class Tools:
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
                 raise InvalidRequestError(
-                    f"tools[{number}]: needed {{'type': 'function', 'function': {{'name': ...}}}}, "
-                    f"got {tool!r:.120}"
+                    f"tools[{number}]: needed {{'type': 'function', 'function': {{'name': ...}}}}, got {tool!r:.120}"
                 )
             if name in schemas:
                 raise InvalidRequestError(f"tools[{number}]: {name!r} is offered twice")
@@ -106,15 +103,12 @@ class ToolChoice:
         if not isinstance(choice, str) or choice not in tools.schemas:
             names = ", ".join(sorted(tools.schemas)) or "none"
             raise InvalidRequestError(
-                f"tool_choice: needed auto, none, required, or an offered tool's name ({names}), "
-                f"got {choice!r}"
+                f"tool_choice: needed auto, none, required, or an offered tool's name ({names}), got {choice!r}"
             )
         return cls("required", choice, many)
 
 
-def call_grammar(
-    format: ToolFormat, tools: Tools, choice: ToolChoice, specials: Mapping[str, int]
-) -> Grammar | None:
+def call_grammar(format: ToolFormat, tools: Tools, choice: ToolChoice, specials: Mapping[str, int]) -> Grammar | None:
     """What the calls have to look like; None where the model is free.
 
     required: one call or more of the tools (or the named one), nothing else. auto: free text; but a call of a
@@ -123,9 +117,7 @@ def call_grammar(
     """
     if choice.mode == "required":
         names = [choice.name] if choice.name else list(choice.plan) or list(tools.schemas)
-        rules = [
-            f"call_{number}: {_call(format, name, tools, specials)}" for number, name in enumerate(names)
-        ]
+        rules = [f"call_{number}: {_call(format, name, tools, specials)}" for number, name in enumerate(names)]
         call = "call: " + " | ".join(f"call_{number}" for number in range(len(names)))
         more = ""
         between = _terms(format.between, specials)
@@ -223,9 +215,7 @@ def skeletons(format: ToolFormat, tools: Tools) -> tuple[list[str], list[str]]:
         properties = properties if isinstance(properties, Mapping) else {}
         head, _, tail = format.write_all([(name, _ARGUMENTS)]).partition(_ARGUMENTS)
         keys = list(properties)
-        begins.append(
-            head + (f"{{{json.dumps(keys[0])}: {_begins(properties[keys[0]])}" if keys else "{}" + tail)
-        )
+        begins.append(head + (f"{{{json.dumps(keys[0])}: {_begins(properties[keys[0]])}" if keys else "{}" + tail))
         for before, key in pairwise(keys):
             texts.append(f"{_ends(properties[before])}, {json.dumps(key)}: {_begins(properties[key])}")
         for key in keys:

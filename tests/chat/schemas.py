@@ -26,14 +26,12 @@ def leaves() -> st.SearchStrategy[dict[str, Any]]:
         st.just({"type": "integer"}),
         st.just({"type": "number"}),
         ranged("integer"),
-        st.lists(
-            texts | st.integers(-9, 9) | st.booleans() | st.none(), min_size=1, max_size=4, unique_by=repr
-        ).map(lambda v: {"enum": v}),
+        st.lists(texts | st.integers(-9, 9) | st.booleans() | st.none(), min_size=1, max_size=4, unique_by=repr).map(
+            lambda v: {"enum": v}
+        ),
         (texts | st.integers()).map(lambda v: {"const": v}),
         st.sampled_from(["date", "uuid", "ipv4"]).map(lambda f: {"type": "string", "format": f}),
-        st.sampled_from(["[a-c]{1,3}", "^x[0-9]+$", "(ab|cd)*"]).map(
-            lambda p: {"type": "string", "pattern": p}
-        ),
+        st.sampled_from(["[a-c]{1,3}", "^x[0-9]+$", "(ab|cd)*"]).map(lambda p: {"type": "string", "pattern": p}),
     )
 
 
@@ -45,9 +43,7 @@ def schemas(closed: bool = False) -> st.SearchStrategy[dict[str, Any]]:
             lambda t: {"type": "array", "items": t[0], "minItems": t[1], "maxItems": t[1] + t[2]}
         )
         objects = st.dictionaries(names, inner, max_size=4).flatmap(
-            lambda properties: st.sets(
-                st.sampled_from(sorted(properties)) if properties else st.nothing()
-            ).map(
+            lambda properties: st.sets(st.sampled_from(sorted(properties)) if properties else st.nothing()).map(
                 lambda required: {
                     "type": "object",
                     "properties": properties,

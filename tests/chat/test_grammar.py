@@ -106,6 +106,7 @@ def test_documents_of_a_schema_are_allowed(data, schema):
         (Grammar.json_schema(True), ["3", '"x"'], ["x"]),
         (Grammar.json_schema('{"const": 3}'), ["3"], ["4"]),
         (Grammar.lark_grammar('start: "(" start ")" | NAME\nNAME: /[a-z]+/'), ["((ab))", "x"], ["(ab", "()"]),
+        (Grammar.ebnf('root ::= "(" root ")" | [a-z]+\n'), ["((ab))", "x"], ["(ab", "()"]),
         (
             Grammar.json_schema({"const": 1}).after_thoughts("<think>", "</think>", False),
             ["<think>so?</think>\n\n1", "1", "<think></think>1"],
@@ -143,6 +144,7 @@ def test_grammars(grammar, good, bad):
         (lambda: Grammar.regex("["), "unclosed"),
         (lambda: Grammar.regex(""), "empty"),
         (lambda: Grammar.lark_grammar("start: nowhere"), "nowhere"),
+        (lambda: Grammar.ebnf("root ::= ("), "."),
         (lambda: Grammar.choice([]), "list"),
         (lambda: Grammar.choice("yes"), "list"),
     ],
@@ -157,6 +159,18 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_told():
         GrammarCompiler(object(), 10, [1]).compile(Grammar.regex("a"))
     with pytest.raises(GrammarError, match="EOS"):
         GrammarCompiler(TOKENIZER, SIZE, []).compile(Grammar.regex("a"))
+
+
+def test_response_formats():
+    make = Grammar.of_response_format
+    assert make({"type": "text"}) is None
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    assert make(schema) == Grammar.json_schema({"const": 1}) and make(schema).source == ("json_schema", '{"const": 1}')
+    assert make({"type": "json_object"}) == Grammar.json_object()
+    assert make({"type": "regex", "regex": "a+"}).source == ("regex", "a+")
+    assert make({"type": "choice", "choice": ["a"]}) == Grammar.choice(["a"])
+    assert make({"type": "grammar", "grammar": "start: /a/"}) == Grammar("start: /a/")
+    assert accepts(make({"type": "ebnf", "ebnf": 'root ::= "a"'}), "a")
 
 
 def test_compiled_grammars_are_kept_and_outputs_of_one_do_not_meet():

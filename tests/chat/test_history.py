@@ -25,11 +25,7 @@ def decoded(pieces):
     tokenizer = byte_level()
     ids = []
     for piece in pieces:
-        ids += (
-            list(piece)
-            if isinstance(piece, tuple)
-            else tokenizer(piece, add_special_tokens=False)["input_ids"]
-        )
+        ids += list(piece) if isinstance(piece, tuple) else tokenizer(piece, add_special_tokens=False)["input_ids"]
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -84,9 +80,7 @@ def test_dropped_thoughts_keep_the_answer():
 
 
 def test_a_call_written_anew_keeps_what_is_the_same():
-    output = record(
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris","days":3}}\n</tool_call>'
-    )
+    output = record('<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris","days":3}}\n</tool_call>')
     anew = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
     pieces = align(output, anew)
     assert decoded(pieces) == anew
@@ -130,10 +124,7 @@ def test_an_output_is_found_by_its_text_or_by_its_message():
     assert find(history, "Hallo") is None
     written = [{"function": {"name": "f", "arguments": {"a": 1}}}]
     message = {"role": "assistant", "content": None, "tool_calls": written}
-    assert (
-        history.find(message, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", set())
-        is called
-    )
+    assert history.find(message, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", set()) is called
 
 
 def test_equal_outputs_are_found_in_the_order_in_which_they_came():

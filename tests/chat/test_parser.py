@@ -85,15 +85,11 @@ def parsed(format, text, cuts=(), tools=None, **options):
 
 
 def anonymous(message):
-    return json.loads(
-        json.dumps({**message}), object_hook=lambda o: {k: v for k, v in o.items() if k != "id"}
-    )
+    return json.loads(json.dumps({**message}), object_hook=lambda o: {k: v for k, v in o.items() if k != "id"})
 
 
 def calls_of(message):
-    return [
-        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
-    ]
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
 
 
 cuts = st.lists(st.integers(1, 400), max_size=12)
@@ -106,9 +102,7 @@ weather = st.fixed_dictionaries(
         "days": st.integers(-(10**6), 10**6),
         "with": st.dictionaries(
             words,
-            st.recursive(
-                st.none() | st.booleans() | st.integers(-99, 99) | words, lambda v: st.lists(v, max_size=3)
-            ),
+            st.recursive(st.none() | st.booleans() | st.integers(-99, 99) | words, lambda v: st.lists(v, max_size=3)),
         ),
     },
 )

@@ -58,9 +58,7 @@ def test_a_template_without_tools_is_told_them_in_the_system_message_and_shown_t
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [
-                {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
-            ],
+            "tool_calls": [{"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}],
         },
         {"role": "tool", "content": "noon", "tool_call_id": "x"},
     ]
@@ -68,22 +66,15 @@ def test_a_template_without_tools_is_told_them_in_the_system_message_and_shown_t
     text = chat_ready.prompt.text
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert text.count("<|im_start|>system") == 1
-    assert (
-        '<|im_start|>assistant\n<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-        in text
-    )
+    assert '<|im_start|>assistant\n<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
     assert [s.source for s in chat_ready.prompt.spans][-2:] == [Source.OUTPUT, Source.TOOL]
-    assert prepared(templates.CHATML, [USER], tools=[WEATHER]).prompt.text.startswith(
-        "<|im_start|>system\n# Tools"
-    )
+    assert prepared(templates.CHATML, [USER], tools=[WEATHER]).prompt.text.startswith("<|im_start|>system\n# Tools")
 
 
 def test_a_template_that_refuses_the_tool_role_gets_results_as_the_users():
     refusal = "{%- for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}"
     source = refusal + templates.CHATML
-    chat_ready = prepared(
-        source, [USER, {"role": "assistant", "content": "Hm"}, {"role": "tool", "content": "noon"}]
-    )
+    chat_ready = prepared(source, [USER, {"role": "assistant", "content": "Hm"}, {"role": "tool", "content": "noon"}])
     assert "<|im_start|>user\n<tool_response>\nnoon\n</tool_response><|im_end|>" in chat_ready.prompt.text
     assert chat_ready.prompt.spans[-1].source == Source.TOOL
 
@@ -107,9 +98,7 @@ def test_a_call_written_as_text_for_such_a_template_is_spliced_as_it_was_generat
 @pytest.mark.parametrize("arguments", ['{"city": "Ulm"}', {"city": "Ulm"}])
 @pytest.mark.parametrize("source", [templates.QWEN3, templates.MISTRAL])
 def test_arguments_are_rendered_as_json_once(source, arguments):
-    source = source.replace(
-        " if call.function.arguments is string else call.function.arguments | tojson", " | tojson"
-    )
+    source = source.replace(" if call.function.arguments is string else call.function.arguments | tojson", " | tojson")
     source = source.replace(
         "call.arguments if call.arguments is string else call.arguments | tojson", "call.arguments | tojson"
     )

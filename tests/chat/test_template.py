@@ -72,10 +72,7 @@ def test_without_history_the_ids_are_the_tokenizers_own():
     tokenizer = byte_level(templates.CHATML)
     messages = [USER, {"role": "assistant", "content": "Hi 😀"}, USER]
     rendered = ChatTemplate(tokenizer).render(messages)
-    assert (
-        list(rendered.input_ids)
-        == tokenizer(plain(tokenizer, messages), add_special_tokens=False)["input_ids"]
-    )
+    assert list(rendered.input_ids) == tokenizer(plain(tokenizer, messages), add_special_tokens=False)["input_ids"]
     assert rendered.spliced_tokens == 0
 
 
@@ -98,9 +95,7 @@ def test_thoughts_that_the_template_drops_are_not_in_the_prompt_and_the_answer_i
         assert rendered.text == plain(tokenizer, messages) and "think" not in rendered.text
         assert text_of(tokenizer, rendered.input_ids) == rendered.text
         assert rendered.spliced_tokens >= 5
-        assert contains(rendered.input_ids, ids[-rendered.spliced_tokens - 1 :]), (
-            "the output's own ids, and its EOS"
-        )
+        assert contains(rendered.input_ids, ids[-rendered.spliced_tokens - 1 :]), "the output's own ids, and its EOS"
 
 
 def test_thoughts_that_the_template_keeps_are_spliced_too():
@@ -109,10 +104,7 @@ def test_thoughts_that_the_template_keeps_are_spliced_too():
     """
     tokenizer = byte_level(templates.QWEN3)
     template, history = ChatTemplate(tokenizer), History()
-    said = (
-        "<think>\nI call the tool.\n</think>\n\n"
-        + '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    )
+    said = "<think>\nI call the tool.\n</think>\n\n" + '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     ids = output(tokenizer, said, at=[2, 9, 40, 60])
     message = {
         "role": "assistant",
@@ -264,10 +256,7 @@ def test_spans_are_the_messages_with_their_sources():
         {"role": "tool", "content": "another result"},
     ]
     rendered = ChatTemplate(tokenizer).render(messages)
-    said = [
-        (s.source, s.role, text_of(tokenizer, rendered.input_ids[s.start : s.end]).strip())
-        for s in rendered.spans
-    ]
+    said = [(s.source, s.role, text_of(tokenizer, rendered.input_ids[s.start : s.end]).strip()) for s in rendered.spans]
     assert said == [
         (Source.PROMPT, "system", "Be brief."),
         (Source.PROMPT, "user", USER["content"]),
@@ -334,9 +323,7 @@ def test_a_model_without_a_template_and_a_template_that_refuses_are_told():
 
 
 contents = st.text(st.sampled_from('ab \n{}"é你<|im_end|>think/'), min_size=1, max_size=25)
-turns = st.lists(
-    st.tuples(contents, contents, st.lists(st.integers(0, 24), max_size=5)), min_size=1, max_size=4
-)
+turns = st.lists(st.tuples(contents, contents, st.lists(st.integers(0, 24), max_size=5)), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("source", [templates.CHATML, templates.QWEN3, templates.TRIMMING, templates.TWICE])

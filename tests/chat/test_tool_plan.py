@@ -14,10 +14,7 @@ pytestmark = pytest.mark.fast
 
 PLACE = {"type": "object", "properties": {"at": {"enum": ["here", "there"]}}, "required": ["at"]}
 TOOLS = Tools.of(
-    [
-        {"type": "function", "function": {"name": name, "parameters": PLACE}}
-        for name in ("look", "dig", "rest")
-    ]
+    [{"type": "function", "function": {"name": name, "parameters": PLACE}} for name in ("look", "dig", "rest")]
 )
 
 

@@ -68,9 +68,7 @@ def byte_fallback(template: str = "") -> Any:
     for piece in sorted(pieces):
         vocabulary.setdefault(piece, len(vocabulary))
     core = Tokenizer(
-        models.BPE(
-            vocab=vocabulary, merges=list(dict.fromkeys(merges)), byte_fallback=True, unk_token="<unk>"
-        )
+        models.BPE(vocab=vocabulary, merges=list(dict.fromkeys(merges)), byte_fallback=True, unk_token="<unk>")
     )
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.decoder = decoders.Sequence(

@@ -77,9 +77,7 @@ class ToolFormat:
         return new_id()
 
 
-def call_in_json(
-    scanner: Scanner, out: Collector, *, closing: str = "", tools: Tools | None = None
-) -> Waiting:
+def call_in_json(scanner: Scanner, out: Collector, *, closing: str = "", tools: Tools | None = None) -> Waiting:
     """Read one call as a JSON object with a name and arguments (or parameters), and the mark that closes it.
 
     closing: the mark; a complete object at the end of the output is a call without it too

@@ -65,9 +65,7 @@ class DeepSeekV3(ToolFormat):
             call.close()
         except Malformed as error:
             found = yield from scanner.until((_ONE_END,), ignore)
-            out.invalid(
-                call.number, scanner.text[start : scanner.at - len(found)].strip(), str(error), call.name
-            )
+            out.invalid(call.number, scanner.text[start : scanner.at - len(found)].strip(), str(error), call.name)
 
     def write(self, name: str, arguments: str) -> str:
         return f"{_ONE}function{_SEP}{name}\n```json\n{arguments}\n```{_ONE_END}"

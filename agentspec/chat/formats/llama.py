@@ -106,9 +106,7 @@ class LlamaPythonic(ToolFormat):
                 scanner.at += 1
                 return
             yield from scanner.until(("<|python_end|>",), ignore)
-            out.invalid(
-                number, scanner.text[begin : scanner.at].removesuffix("<|python_end|>"), str(error), name
-            )
+            out.invalid(number, scanner.text[begin : scanner.at].removesuffix("<|python_end|>"), str(error), name)
 
     def _arguments(self, scanner: Scanner, out: Collector, number: int) -> Waiting:
         """name=value, ...) as a JSON object, an argument at a time."""
@@ -137,17 +135,14 @@ class LlamaPythonic(ToolFormat):
         optional: list[str] = []
         for key, required, value in properties_of(schema):
             if not key.isidentifier():
-                raise GrammarError(
-                    f"tool_choice: {key!r} is no name for a Python argument, which {self.name} writes"
-                )
+                raise GrammarError(f"tool_choice: {key!r} is no name for a Python argument, which {self.name} writes")
             (needed if required else optional).append(f"{terms(key + '=')} {json_rule(value)}")
         comma = terms(", ")
         if needed:
             body = " ".join([f" {comma} ".join(needed), *(f"({comma} {o})?" for o in optional)])
         else:
             chains = (
-                " ".join([first, *(f"({comma} {o})?" for o in optional[n + 1 :])])
-                for n, first in enumerate(optional)
+                " ".join([first, *(f"({comma} {o})?" for o in optional[n + 1 :])]) for n, first in enumerate(optional)
             )
             body = f"({' | '.join(chains)})?" if optional else ""
         return f"{terms(name + '(')} {body} {terms(')')}"

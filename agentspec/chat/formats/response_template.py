@@ -41,9 +41,7 @@ class ResponseTemplate(ToolFormat):
     def parse(self, scanner: Scanner, out: Collector, tools: Tools) -> Waiting:
         from transformers.utils.chat_parsing import ResponseParser
 
-        declared: list[Any] = [
-            {"function": {"name": name, "parameters": schema}} for name, schema in tools.items()
-        ]
+        declared: list[Any] = [{"function": {"name": name, "parameters": schema}} for name, schema in tools.items()]
         parser = ResponseParser(self._spec, prefix=self.prefix, tools=declared)
         raw: list[str] = []
         while True:
