@@ -295,7 +295,8 @@ def _otel(span: Mapping[str, Any], groups: _Groups) -> None:
     name = attributes.get("gen_ai.conversation.id") or span.get("traceId") or span.get("trace_id") or context.get("trace_id")
     order = span.get("startTimeUnixNano") or span.get("start_time") or span.get("start_time_unix_nano")
     tools = attributes.get("gen_ai.tool.definitions")
-    groups.add(str(name), int(str(order)) if str(order).isdigit() else order, RecordedCall(messages, outputs[0]),
+    when = int(str(order)) if str(order).isdigit() else order
+    groups.add(str(name), when, RecordedCall(messages, outputs[0]),
                _loaded(tools) if tools else None)  # fmt: skip
 
 

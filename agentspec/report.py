@@ -64,8 +64,8 @@ def page(report: Report) -> str:
     ]  # fmt: skip
     families = report.by(lambda row: row.family)
     cards = [
-        ("Acceptance by call", _by_call(report), "Conditional acceptance of a trajectory's first call, second call, "
-         "and so on: it rises as the memory fills. Bars: calls."),
+        ("Acceptance by call", _by_call(report), "Conditional acceptance of the trajectories' first calls, second "
+         "calls, and so on. Bars: how many calls there are."),
         ("Where accepted tokens came from", _by_source(report), "Share of all output tokens, by family. What no draft "
          "had is the model's own token of each step."),
         ("Speedup against width", _by_width(report), f"Replayed with a fixed number of drafted tokens at every step; "

@@ -235,6 +235,7 @@ class MixtureProposer:
         self.pairs = pairs
         self.prior = prior if isinstance(prior, Prior) else Prior.load(prior)
         self._alone = self.prior.alone.copy()
+        self._last: NDArray[np.float32] = self.prior.shared
         self.score = np.zeros(3, np.float64)  # log-loss in nats, tokens that were no candidate, tokens
         self._calls: dict[int, _Call] = {}
 
@@ -330,6 +331,15 @@ class MixtureProposer:
         if namespace is not None and call.kept:
             namespace.add(ledger.number, (np.concatenate(call.kept_tokens), np.concatenate(call.kept)))
 
+    @property
+    def weights_alone(self) -> NDArray[np.float32]:
+        """What trajectories without a namespace have taught (a view)."""
+        return self._alone
+
+    def weights_of_last_namespace(self) -> NDArray[np.float32]:
+        """What the namespace that was made last has taught (a view); the prior's, if there was none."""
+        return self._last
+
     # ---- inside -------------------------------------------------------------------------------
 
     def _namespace(self, context: Context) -> Namespace | None:
@@ -338,7 +348,8 @@ class MixtureProposer:
             return None
         found = shared.attachments.get(self.name)
         if found is None:
-            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self.prior.shared.copy(), self.pairs)
+            self._last = self.prior.shared.copy()
+            found = shared.attachments[self.name] = Namespace(self.namespace_bytes, self._last, self.pairs)
         return found
 
     def _ledger(self, context: Context, namespace: Namespace | None) -> Ledger:

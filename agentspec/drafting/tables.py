@@ -136,7 +136,9 @@ def _renewed(old: Any, kind: Any, tag: Any, tagged: Any) -> Any:
 
 @kernel("void(uint32[::1], int64, int64, int64, int64, boolean)")
 def insert(table: Any, h: Any, token: Any, kind: Any, tag: Any, tagged: Any) -> Any:
-    """The context with hash h was followed by token."""
+    """The context with hash h was followed by token. Ids over MAX_TOKEN are not held."""
+    if token > MAX_TOKEN:
+        return
     base = OFFSET + ((h * int(table[0])) >> 32) * 16
     check = h & 0xFFF
     stamp = (int(table[2]) >> 4) & 0xFFF

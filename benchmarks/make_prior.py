@@ -1,0 +1,73 @@
+"""Make agentspec/drafting/prior.npz: the weights that the mixture starts from.
+
+    python benchmarks/make_prior.py [--out PATH] [--leave-out FAMILY]
+
+Data: the trajectories of ../shared/traces (its README names their sources and licences: tau-bench, SWE-agent,
+InterCode, Reflexion, Aider, ToolBench). Each family is replayed from plain weights, alone and with a namespace; of
+the weights that it ends with the mean over the families is taken, each weighted by the square root of how much it
+has learned there (AdaGrad's sum of squares). The sums are then capped, so that the weights still move. Lexical
+weights, which know tokens, are not part of it: nothing of the traces' text is in the file.
+
+With --leave-out the prior knows nothing of that family: what the benchmarks use to measure it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentspec.drafting.mixing import FEATURES
+from agentspec.drafting.mixture import MixtureProposer, Prior, plain_weights
+from agentspec.replay import replay
+from benchmarks import traces
+
+CAP = 5.0  # of a weight's sum of squares: after it a step is at most 0.1 / sqrt(5)
+PLAIN_WEIGHT = 0.1  # of the plain weight in the mean
+
+
+def learned(recordings: list[Any], encoder: Any, shared: bool) -> np.ndarray:
+    """float32[2 * FEATURES]: what one family teaches."""
+    proposer = MixtureProposer(tokenizer=encoder.tokenizer, prior=Prior.plain())
+    replay(recordings, encoder, lambda: proposer, fixed=True, shared=shared, deferred=True, oracle=False)
+    weights: np.ndarray = proposer.weights_of_last_namespace() if shared else proposer.weights_alone
+    return weights.copy()
+
+
+def merged(families: Iterable[np.ndarray]) -> np.ndarray:
+    """float32[2 * FEATURES]: the families' mean, sums of squares capped."""
+    total = plain_weights()[:FEATURES].astype(np.float64) * PLAIN_WEIGHT
+    weight = np.full(FEATURES, PLAIN_WEIGHT)
+    squares = np.zeros(FEATURES)
+    for one in families:
+        confidence = np.sqrt(one[FEATURES:].astype(np.float64))
+        total += confidence * one[:FEATURES]
+        weight += confidence
+        squares += one[FEATURES:]
+    return np.concatenate([total / weight, np.minimum(squares, CAP)]).astype(np.float32)
+
+
+def make(recordings: dict[str, list[Any]], encoder: Any, leave_out: str | None = None) -> Prior:
+    kept = [family for family in recordings if family != leave_out]
+    alone, shared = (
+        merged([learned(recordings[family], encoder, namespace) for family in kept]) for namespace in (False, True)
+    )
+    return Prior(alone, shared)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    package = Path(__file__).resolve().parents[1] / "agentspec" / "drafting" / "prior.npz"
+    parser.add_argument("--out", type=Path, default=package)
+    parser.add_argument("--leave-out", choices=traces.FAMILIES)
+    parser.add_argument("--tokenizer", default="smollm2")
+    args = parser.parse_args()
+    make(traces.load(), traces.encoder(args.tokenizer), args.leave_out).save(args.out)
+    print(f"wrote {args.out}, {args.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
