@@ -5,10 +5,10 @@ Called by replay.py and by users (`agentspec.record`). May import numpy, memory 
 Read (JSON lines, or one JSON document):
 
     traces          {"id", "steps": [{"messages_delta": [...], "output": {...}}], "tools"?}
-    OpenAI logs     {"messages": [...]}; {"request": {"messages"}, "response": {"choices": [{"message"}]}}; the
-                    fields may also be called "body", "inputs" or "output". Lines whose messages extend an earlier
-                    line's are calls of one trajectory, and so are lines that share trajectory_id, session_id,
-                    thread_id, conversation_id or trace_id.
+    OpenAI logs     {"messages": [...]}, or {"request": {"messages"}, "response": {"choices": [{"message"}]}};
+                    the fields may also be called "body", "inputs" or "output". Lines whose messages extend an
+                    earlier line's are calls of one trajectory, and so are lines that share trajectory_id,
+                    session_id, thread_id, conversation_id or trace_id.
     OTel GenAI      OTLP/JSON spans with gen_ai.input.messages and gen_ai.output.messages (message content is
                     opt-in there too); a trace is a trajectory
     LangSmith       exported runs with run_type "llm"; a trace is a trajectory
@@ -19,6 +19,7 @@ A line that can't be read is named, skipped and counted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -198,10 +199,8 @@ class _Groups:
     def recordings(self) -> list[Recording]:
         made = []
         for name, calls in self._named.items():
-            try:
+            with contextlib.suppress(TypeError):  # times of two kinds: keep the order of the file
                 calls.sort(key=lambda pair: pair[0])
-            except TypeError:  # times of two kinds: keep the order of the file
-                pass
             made.append(Recording(name, self.family, [call for _, call in calls], self._tools.get(name)))
         return made
 
@@ -226,7 +225,9 @@ def _trace(value: Mapping[str, Any], path: Path) -> Recording:
 
 
 def _openai(value: Mapping[str, Any], groups: _Groups) -> None:
-    request = next((value[k] for k in ("request", "body", "inputs", "input") if isinstance(value.get(k), Mapping)), value)
+    request = next(
+        (value[k] for k in ("request", "body", "inputs", "input") if isinstance(value.get(k), Mapping)), value
+    )
     if isinstance(request.get("body"), Mapping):
         request = request["body"]
     messages = request.get("messages")
@@ -236,7 +237,12 @@ def _openai(value: Mapping[str, Any], groups: _Groups) -> None:
     messages = [_message(message) for message in messages]
     output = _response(value)
     if output is not None:
-        groups.add(name, value.get("created") or value.get("timestamp"), RecordedCall(messages, output), request.get("tools"))
+        groups.add(
+            name,
+            value.get("created") or value.get("timestamp"),
+            RecordedCall(messages, output),
+            request.get("tools"),
+        )
         return
     # A whole conversation: every assistant message is a call's output.
     found = False
@@ -272,17 +278,25 @@ def _spans(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _otel(span: Mapping[str, Any], groups: _Groups) -> None:
     raw = span.get("attributes", {})
-    attributes = raw if isinstance(raw, Mapping) else {item["key"]: _any_value(item.get("value")) for item in raw}
+    attributes = (
+        raw if isinstance(raw, Mapping) else {item["key"]: _any_value(item.get("value")) for item in raw}
+    )
     for event in span.get("events", ()):
         inner = event.get("attributes", {})
-        inner = inner if isinstance(inner, Mapping) else {item["key"]: _any_value(item.get("value")) for item in inner}
+        inner = (
+            inner
+            if isinstance(inner, Mapping)
+            else {item["key"]: _any_value(item.get("value")) for item in inner}
+        )
         attributes = {**inner, **attributes}
     given, came = attributes.get("gen_ai.input.messages"), attributes.get("gen_ai.output.messages")
     if given is None and came is None:
         operation = attributes.get("gen_ai.operation.name")
         if operation in (None, "invoke_agent", "execute_tool", "create_agent", "embeddings"):
             return  # not a model call
-        raise _Bad("a model call without message content: exporting it has to be switched on where it is traced")
+        raise _Bad(
+            "a model call without message content: exporting it has to be switched on where it is traced"
+        )
     messages = []
     instructions = attributes.get("gen_ai.system_instructions")
     if instructions:
@@ -292,7 +306,12 @@ def _otel(span: Mapping[str, Any], groups: _Groups) -> None:
     if not outputs or not messages:
         raise _Bad("a model call without input or output messages")
     context = span.get("context", {})
-    name = attributes.get("gen_ai.conversation.id") or span.get("traceId") or span.get("trace_id") or context.get("trace_id")
+    name = (
+        attributes.get("gen_ai.conversation.id")
+        or span.get("traceId")
+        or span.get("trace_id")
+        or context.get("trace_id")
+    )
     order = span.get("startTimeUnixNano") or span.get("start_time") or span.get("start_time_unix_nano")
     tools = attributes.get("gen_ai.tool.definitions")
     when = int(str(order)) if str(order).isdigit() else order
@@ -331,7 +350,9 @@ def _otel_message(message: Mapping[str, Any]) -> Message:
     text, calls = [], []
     for part in parts:
         if part.get("type") == "tool_call":
-            calls.append({"name": part.get("name"), "arguments": part.get("arguments", {}), "id": part.get("id")})
+            calls.append(
+                {"name": part.get("name"), "arguments": part.get("arguments", {}), "id": part.get("id")}
+            )
         elif part.get("type") == "tool_call_response":
             answer = part.get("response", part.get("result", ""))
             text.append(answer if isinstance(answer, str) else json.dumps(answer))
@@ -378,7 +399,12 @@ def _message(message: Any) -> Message:
         raise _Bad(f"a message must be an object, got {type(message).__name__}")
     if "kwargs" in message and "role" not in message:  # LangChain's serialised form
         kind = message.get("id", ["", ""])[-1] if isinstance(message.get("id"), list) else ""
-        names = {"HumanMessage": "user", "AIMessage": "assistant", "SystemMessage": "system", "ToolMessage": "tool"}
+        names = {
+            "HumanMessage": "user",
+            "AIMessage": "assistant",
+            "SystemMessage": "system",
+            "ToolMessage": "tool",
+        }
         message = {"role": names.get(str(kind).replace("Chunk", ""), "user"), **message["kwargs"]}
     if "data" in message and "type" in message and isinstance(message["data"], Mapping):
         message = {"type": message["type"], **message["data"]}
@@ -387,7 +413,9 @@ def _message(message: Any) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(
-            part if isinstance(part, str) else str(part.get("text", "")) for part in content if isinstance(part, (str, Mapping))
+            part if isinstance(part, str) else str(part.get("text", ""))
+            for part in content
+            if isinstance(part, (str, Mapping))
         )
     made: Message = {"role": str(role), "content": "" if content is None else str(content)}
     if message.get("name"):
@@ -488,7 +516,8 @@ _lock = threading.Lock()
 def record(path: str | Path, content: bool = False) -> Recorder:
     """Record every call of this process to `path` (JSON lines, appended), until closed or left as a context.
 
-    Without content only counts and times are written. With content=True also the token ids of prompts and outputs,
+    Without content only counts and times are written. With content=True also the token ids of prompts and
+    outputs,
     which is what `agentspec replay` needs: whoever has the file can read the text.
     """
     recorder = Recorder(path, content)
@@ -498,9 +527,11 @@ def record(path: str | Path, content: bool = False) -> Recorder:
 
 
 def note(request: Any, chunks: Sequence[Any], stats: Any) -> None:
-    """Called by Generation when a call has ended: hand it to every open recorder. Nothing, when there is none.
+    """Called by Generation when a call has ended: hand it to every open recorder. Nothing, when there is
+    none.
 
-    request: GenerationRequest, chunks: its TokenChunks, stats: CallStats. Of several choices the first is kept.
+    request: GenerationRequest, chunks: its TokenChunks, stats: CallStats. Of several choices the first is
+    kept.
     """
     if not _active:
         return

@@ -1,9 +1,13 @@
 """Replay: what agentspec would have done on recorded trajectories, teacher-forced.
 
-`agentspec replay FILE...` and benchmarks use it. The recorded output stands in for the target model: each step
-drafts through the very memory, proposer and width policy that the engines use, and the draft is checked against
-what was recorded. So tokens per step and acceptance are exact for greedy decoding of the same text; speedup is
-predicted, from a verify-cost curve v(n). Imports memory, drafting and recordings; a tokenizer only for recordings
+`agentspec replay FILE...` and benchmarks use it. The recorded output stands in for the target model: each
+step
+drafts through the very memory, proposer and width policy that the engines use, and the draft is checked
+against
+what was recorded. So tokens per step and acceptance are exact for greedy decoding of the same text; speedup
+is
+predicted, from a verify-cost curve v(n). Imports memory,
+drafting and recordings; a tokenizer only for recordings
 that hold text.
 """
 
@@ -85,10 +89,13 @@ class Encoder:
                     spans = [Span(int(a), int(b), Source(int(s)), str(role)) for a, b, s, role in call.spans]
                 made.append(
                     EncodedCall(
-                        np.asarray(call.input_ids, np.int32), spans, np.asarray(call.output_ids, np.int32),
-                        call.steps, call.max_tokens,
+                        np.asarray(call.input_ids, np.int32),
+                        spans,
+                        np.asarray(call.output_ids, np.int32),
+                        call.steps,
+                        call.max_tokens,
                     )
-                )  # fmt: skip
+                )
                 continue
             if call.output is None:
                 continue
@@ -134,7 +141,9 @@ def _content(message: dict[str, Any]) -> str:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         content += "\n" if content else ""
-        content += f'<tool_call>\n{{"name": {json.dumps(call.get("name"))}, "arguments": {arguments}}}\n</tool_call>'
+        content += (
+            f'<tool_call>\n{{"name": {json.dumps(call.get("name"))}, "arguments": {arguments}}}\n</tool_call>'
+        )
     return content
 
 
@@ -166,7 +175,9 @@ class Report:
 
     rows: list[CallRow]
     settings: dict[str, Any]
-    reliability: NDArray[np.float64]  # float64[20, 3]: edges, sum of their probabilities, accepted; by probability
+    reliability: NDArray[
+        np.float64
+    ]  # float64[20, 3]: edges, sum of their probabilities, accepted; by probability
     skipped: list[str] = field(default_factory=list)
     widths: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -229,7 +240,9 @@ class Report:
     @property
     def macro(self) -> float:
         """Mean over the families of tokens_per_step."""
-        return float(np.mean([group["tokens_per_step"] for group in self.by(lambda row: row.family).values()]))
+        return float(
+            np.mean([group["tokens_per_step"] for group in self.by(lambda row: row.family).values()])
+        )
 
     @property
     def calibration_error(self) -> float:
@@ -281,7 +294,8 @@ def replay(
     make:     builds a proposer; one is made for each family
     fixed:    draft max_draft tokens at every step, whatever they cost; else the width policy decides
     shared:   a family's trajectories share a namespace
-    deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine does)
+    deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine
+    does)
     """
     started = time.perf_counter()
     proposers: dict[str, Proposer] = {}
@@ -312,7 +326,9 @@ def replay(
                 remaining = (call.max_tokens or 1 << 30) - at
                 if fixed:
                     most = min(max_draft, max(0, remaining - 1)) if not tree else max_draft
-                    limits = DraftLimits(most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1))
+                    limits = DraftLimits(
+                        most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1)
+                    )
                 else:
                     limits = policy.limits(remaining, 1, tree)
                 before = time.perf_counter()
@@ -350,7 +366,9 @@ def replay(
     )  # fmt: skip
 
 
-def _count(row: CallRow, draft: Any, accepted: int, following: Int32, reliability: NDArray[np.float64]) -> None:
+def _count(
+    row: CallRow, draft: Any, accepted: int, following: Int32, reliability: NDArray[np.float64]
+) -> None:
     """Add a step to its call's row and to the reliability table."""
     row.verify_steps += 1
     row.proposed += len(draft)
@@ -390,8 +408,10 @@ def _count(row: CallRow, draft: Any, accepted: int, following: Int32, reliabilit
 
 @kernel("int64(int32[::1], int64, int64, int32[::1], int32[::1], int64)")
 def _oracle_steps(text: Any, start: Any, end: Any, latest: Any, before: Any, longest_chain: Any) -> Any:
-    """Steps to emit text[start:end] if each copies the longest continuation of any earlier occurrence of the last
-    token, and one token more. latest[token], before[position]: occurrences in text[:start], kept up to date."""
+    """Steps to emit text[start:end] if each copies the longest continuation of any earlier occurrence of the
+    last
+    token, and one token more. latest[token], before[position]: occurrences in text[:start], kept up to
+    date."""
     steps = 0
     at = start
     while at < end:
@@ -458,18 +478,28 @@ def _link(text: Any, end: Any, latest: Any, before: Any) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `agentspec replay`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trajectories (formats: see docs)")
-    parser.add_argument("--proposer", default="mixture", help="match, mixture, or an entry point (default: mixture)")
+    parser.add_argument(
+        "--proposer", default="mixture", help="match, mixture, or an entry point (default: mixture)"
+    )
     parser.add_argument("--tokenizer", default="smollm2", help="model name or directory (default: smollm2)")
     parser.add_argument("--curve", default="gpu", help="gpu, cpu, or a JSON file {n: ms} (default: gpu)")
     parser.add_argument("--max-draft", type=int, default=16, help="most tokens drafted a step (default: 16)")
-    parser.add_argument("--proposer-cost", type=float, default=0.0, help="c, relative to a plain step (default: 0)")
-    parser.add_argument("--chain", action="store_true", help="chains only, where an engine can't verify trees")
+    parser.add_argument(
+        "--proposer-cost", type=float, default=0.0, help="c, relative to a plain step (default: 0)"
+    )
+    parser.add_argument(
+        "--chain", action="store_true", help="chains only, where an engine can't verify trees"
+    )
     parser.add_argument("--fixed", action="store_true", help="always draft --max-draft tokens")
     parser.add_argument("--alone", action="store_true", help="no memory across trajectories")
-    parser.add_argument("--deferred", action="store_true", help="learn during the next forward, as the plugin does")
+    parser.add_argument(
+        "--deferred", action="store_true", help="learn during the next forward, as the plugin does"
+    )
     parser.add_argument("--widths", help="also replay at these fixed widths, e.g. 2,4,8,16")
     parser.add_argument("--limit", type=int, help="at most so many trajectories a file")
-    parser.add_argument("--json", metavar="PATH", nargs="?", const="-", help="write all figures as JSON (-: stdout)")
+    parser.add_argument(
+        "--json", metavar="PATH", nargs="?", const="-", help="write all figures as JSON (-: stdout)"
+    )
     parser.add_argument("--html", metavar="PATH", help="write a page with plots")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -530,13 +560,26 @@ def run(args: argparse.Namespace) -> int:
     def make() -> Proposer:
         return make_proposer(args.proposer, tokenizer=tokenizer)
 
-    report = replay(recordings, encoder, make, max_draft=args.max_draft, fixed=args.fixed, progress=progress, **settings)
+    report = replay(
+        recordings, encoder, make, max_draft=args.max_draft, fixed=args.fixed, progress=progress, **settings
+    )
     report.skipped = skipped
     widths = args.widths or ("2,4,8,16" if args.html else "")
     for width in [int(w) for w in widths.split(",") if w.strip()]:
-        one = replay(recordings, encoder, make, max_draft=width, fixed=True, oracle=False, progress=progress, **settings)
+        one = replay(
+            recordings,
+            encoder,
+            make,
+            max_draft=width,
+            fixed=True,
+            oracle=False,
+            progress=progress,
+            **settings,
+        )
         totals = one.totals()
-        report.widths[str(width)] = {k: totals[k] for k in ("tokens_per_step", "speedup", "proposed_per_step")}
+        report.widths[str(width)] = {
+            k: totals[k] for k in ("tokens_per_step", "speedup", "proposed_per_step")
+        }
     if args.json:
         text = json.dumps(report.to_dict(), indent=1)
         if args.json == "-":
@@ -574,12 +617,14 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 def summary(report: Report) -> str:
     """The report as a table for a terminal."""
-    head = f"{'':14}{'calls':>7}{'tokens':>9}{'t/step':>8}{'drafted':>9}{'accept':>8}{'a':>7}{'oracle':>8}{'speedup':>9}"
+    columns = "calls>7 tokens>9 t/step>8 drafted>9 accept>8 a>7 oracle>8 speedup>9".split()
+    head = " " * 14 + "".join(f"{name:>{width}}" for name, width in (c.split(">") for c in columns))
     lines = [head]
 
     def line(name: str, totals: dict[str, Any]) -> str:
         return (
-            f"{name:14.14}{totals['calls']:7}{totals['output_tokens']:9}{_figure(totals['tokens_per_step']):>8}"
+            f"{name:14.14}{totals['calls']:7}{totals['output_tokens']:9}"
+            f"{_figure(totals['tokens_per_step']):>8}"
             f"{_figure(totals['proposed_per_step'], 1):>9}{_figure(totals['acceptance_rate']):>8}"
             f"{_figure(totals['conditional_acceptance']):>7}{_figure(totals['copy_oracle']):>8}"
             f"{_figure(totals['speedup']):>9}"
@@ -602,7 +647,9 @@ def summary(report: Report) -> str:
     sources = report.sources()
     total = sum(sources.values())
     if total:
-        lines.append("accepted from: " + ", ".join(f"{name} {count / total:.0%}" for name, count in sources.items()))
+        lines.append(
+            "accepted from: " + ", ".join(f"{name} {count / total:.0%}" for name, count in sources.items())
+        )
     if report.widths:
         best = max(report.widths, key=lambda w: report.widths[w]["speedup"])
         lines.append(

@@ -3,6 +3,7 @@
 No scripts from elsewhere, no fonts, no images: it can be mailed. Imports nothing but replay's Report.
 """
 
+# ruff: noqa: E501 (fragments of HTML)
 from __future__ import annotations
 
 import html
@@ -33,12 +34,15 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f7fa
 main { max-width: 1120px; margin: 0 auto; padding: 28px 24px 60px; }
 h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 8px; }
 p.sub { color: #5a6878; margin: 0 0 20px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-bottom: 18px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px;
+margin-bottom: 18px; }
 .tile, .card { background: #fff; border: 1px solid #e1e6ed; border-radius: 10px; padding: 14px 16px; }
 .tile b { display: block; font-size: 26px; line-height: 1.2; } .tile span { color: #5a6878; font-size: 13px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 14px; margin-bottom: 14px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 14px; margin-bottom:
+14px; }
 .card { margin-bottom: 14px; } .grid .card { margin: 0; }
-svg { display: block; width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #5a6878; }
+svg { display: block; width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill:
+#5a6878; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid #edf0f4; }
 th:first-child, td:first-child { text-align: left; } th { color: #5a6878; font-weight: 600; font-size: 13px; }
@@ -126,7 +130,9 @@ class _Plot:
         span = (self.y1 - self.y0) or 1.0
         return self.height - _BOTTOM - (y - self.y0) / span * (self.height - _TOP - _BOTTOM)
 
-    def axes(self, xs: Sequence[float], ys: Sequence[float], x_title: str, y_title: str, percent: bool = False) -> None:
+    def axes(
+        self, xs: Sequence[float], ys: Sequence[float], x_title: str, y_title: str, percent: bool = False
+    ) -> None:
         for y in ys:
             at = self.py(y)
             label = f"{y:.0%}" if percent else f"{y:g}"
@@ -144,7 +150,9 @@ class _Plot:
             f'<text x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">{y_title}</text>'
         )
 
-    def line(self, points: Sequence[tuple[float, float]], ink: str, dash: str = "", dots: bool = True) -> None:
+    def line(
+        self, points: Sequence[tuple[float, float]], ink: str, dash: str = "", dots: bool = True
+    ) -> None:
         path = " ".join(f"{self.px(x):.1f},{self.py(y):.1f}" for x, y in points)
         style = f' stroke-dasharray="{dash}"' if dash else ""
         self.marks.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="2"{style}/>')
@@ -171,7 +179,9 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 def _by_call(report: Report) -> str:
     groups = report.by(lambda row: row.call)
     calls = sorted((int(k), v) for k, v in groups.items())
-    points = [(k + 1.0, v["conditional_acceptance"]) for k, v in calls if v["conditional_acceptance"] is not None]
+    points = [
+        (k + 1.0, v["conditional_acceptance"]) for k, v in calls if v["conditional_acceptance"] is not None
+    ]
     # Beyond the call that fewer than three trajectories reach the mean says little.
     most = max((k for k, v in calls if v["calls"] >= 3), default=max(k for k, _ in calls)) + 1
     points = [point for point in points if point[0] <= most]
@@ -208,7 +218,9 @@ def _by_source(report: Report) -> str:
     marks = []
     for place, (family, counts) in enumerate(sorted(families.items())):
         y = place * (bar + gap) + 6
-        marks.append(f'<text x="{left - 8}" y="{y + bar / 2 + 4}" text-anchor="end">{html.escape(family[:12])}</text>')
+        marks.append(
+            f'<text x="{left - 8}" y="{y + bar / 2 + 4}" text-anchor="end">{html.escape(family[:12])}</text>'
+        )
         x = float(left)
         total = max(1, tokens[family])
         shares = {**counts, "bonus": total - sum(counts.values())}
@@ -227,7 +239,8 @@ def _by_source(report: Report) -> str:
                     )
             x += wide
     keys = "".join(
-        f'<span class="key"><i style="background:{_SOURCE_INK[name]}"></i>{_SOURCE_TEXT[name]}</span>' for name in names
+        f'<span class="key"><i style="background:{_SOURCE_INK[name]}"></i>{_SOURCE_TEXT[name]}</span>'
+        for name in names
     )
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(marks)}</svg><div>{keys}</div>'
 

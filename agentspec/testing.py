@@ -7,8 +7,10 @@ For authors of proposers, in their own tests:
     def test_conformance():
         check_proposer(lambda: MyProposer())
 
-It drives the protocol the way engines do, over repetitive and over random text, with chains and trees, narrow and
-wide limits, aborted calls, two open calls of one trajectory, and a shared namespace, and raises ProposerError with
+It drives the protocol the way engines do, over repetitive and over random text, with chains and trees,
+narrow and
+wide limits, aborted calls, two open calls of one trajectory, and a shared namespace, and raises
+ProposerError with
 what was wrong. May import numpy, memory and drafting; no torch, no pytest.
 """
 
@@ -40,7 +42,8 @@ _LIMITS = (
 
 
 def accept(draft: Draft, following: NDArray[np.int32]) -> int:
-    """How many of `following` a verification would accept: the length of the draft's path that agrees with it."""
+    """How many of `following` a verification would accept: the length of the draft's path that agrees with
+    it."""
     children: dict[tuple[int, int], int] = {
         (int(parent), int(token)): node
         for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True))
@@ -54,8 +57,11 @@ def accept(draft: Draft, following: NDArray[np.int32]) -> int:
     return accepted
 
 
-def scripted_calls(calls: int = 6, seed: int = 0) -> list[tuple[NDArray[np.int32], list[Span], NDArray[np.int32]]]:
-    """(prompt, spans, output) of each call of a made-up agent that reads, quotes what it read, and repeats itself."""
+def scripted_calls(
+    calls: int = 6, seed: int = 0
+) -> list[tuple[NDArray[np.int32], list[Span], NDArray[np.int32]]]:
+    """(prompt, spans, output) of each call of a made-up agent that reads, quotes what it read, and repeats
+    itself."""
     random = np.random.default_rng(seed)
     phrase = random.integers(3, VOCABULARY, 24, dtype=np.int32)
     history = random.integers(3, VOCABULARY, 60, dtype=np.int32)
@@ -65,8 +71,17 @@ def scripted_calls(calls: int = 6, seed: int = 0) -> list[tuple[NDArray[np.int32
         read = random.integers(3, VOCABULARY, 40, dtype=np.int32)
         start = len(history)
         history = np.concatenate([history, read])
-        spans.append(Span(start, len(history), Source.TOOL if call % 2 else Source.PROMPT, "tool" if call % 2 else "user"))
-        output = np.concatenate([phrase, read[5:30], random.integers(3, VOCABULARY, 6, dtype=np.int32), phrase[:9], [2]])
+        spans.append(
+            Span(
+                start,
+                len(history),
+                Source.TOOL if call % 2 else Source.PROMPT,
+                "tool" if call % 2 else "user",
+            )
+        )
+        output = np.concatenate(
+            [phrase, read[5:30], random.integers(3, VOCABULARY, 6, dtype=np.int32), phrase[:9], [2]]
+        )
         made.append((history.astype(np.int32), list(spans), output.astype(np.int32)))
         spans.append(Span(len(history), len(history) + len(output), Source.OUTPUT, "assistant"))
         history = np.concatenate([history, output])
@@ -87,7 +102,9 @@ def check_proposer(make: Callable[[], Proposer], vocabulary: int = VOCABULARY) -
     first = _drive(make(), vocabulary, deferred=False)
     second = _drive(make(), vocabulary, deferred=False)
     if first != second:
-        raise ProposerError("two fresh proposers drafted differently in the same calls: drafting must be deterministic")
+        raise ProposerError(
+            "two fresh proposers drafted differently in the same calls: drafting must be deterministic"
+        )
     _drive(make(), vocabulary, deferred=True)
     _check_repeatable(make(), vocabulary)
     _check_aborts(make())
@@ -112,7 +129,9 @@ def _checked(proposer: Proposer, context: Context, limits: DraftLimits, vocabula
         raise ProposerError(f"probabilities must lie in 0..1, got {p.min()}..{p.max()}")
     inner = draft.parents >= 0
     if bool((p[inner] > p[draft.parents[inner]] + 1e-6).any()):
-        raise ProposerError("a node is accepted only if its parent is: its probability can't be the larger one")
+        raise ProposerError(
+            "a node is accepted only if its parent is: its probability can't be the larger one"
+        )
     if not np.array_equal(context.tokens, before):
         raise ProposerError("propose changed the context")
     return draft
@@ -131,7 +150,9 @@ def _drive(proposer: Proposer, vocabulary: int, deferred: bool) -> list[list[int
             while at < len(output):
                 limits = _LIMITS[len(drafts) % len(_LIMITS)]
                 left = len(output) - at - 1
-                limits = DraftLimits(limits.max_tokens, min(limits.max_depth, left), limits.tree, limits.price)
+                limits = DraftLimits(
+                    limits.max_tokens, min(limits.max_depth, left), limits.tree, limits.price
+                )
                 draft = _checked(proposer, context, limits, vocabulary)
                 if deferred:
                     proposer.learn(context)
@@ -218,4 +239,6 @@ def _check_attachments(proposer: Proposer) -> None:
     for held in (memory, memory.shared):
         for name, attachment in held.attachments.items():
             if not isinstance(getattr(attachment, "nbytes", None), int):
-                raise ProposerError(f"attachment {name!r} has no nbytes (int): it would escape the memory's budget")
+                raise ProposerError(
+                    f"attachment {name!r} has no nbytes (int): it would escape the memory's budget"
+                )

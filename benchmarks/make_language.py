@@ -2,8 +2,10 @@
 
     python benchmarks/make_language.py [--out PATH]
 
-Data: the Python standard library (3.11; PSF licence): the language reference in pydoc_data.topics, and the modules
-named below. It has nothing to do with any trace: it teaches what English prose, code and punctuation look like in
+Data: the Python standard library (3.11; PSF licence): the language reference in pydoc_data.topics, and the
+modules
+named below. It has nothing to do with any trace: it teaches what English prose, code and punctuation look
+like in
 the target's tokens, so that a trajectory's first outputs find something.
 """
 
@@ -11,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import pydoc_data.topics
 import sysconfig
 from pathlib import Path
-
-import pydoc_data.topics
 
 MODULES = (
     "argparse.py", "subprocess.py", "pathlib.py", "logging/__init__.py", "json/__init__.py", "json/decoder.py",
@@ -32,7 +33,9 @@ def text() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     package = Path(__file__).resolve().parents[1] / "agentspec" / "drafting" / "language.txt.gz"
     parser.add_argument("--out", type=Path, default=package)
     args = parser.parse_args()

@@ -3,9 +3,12 @@
     python benchmarks/make_prior.py [--out PATH] [--leave-out FAMILY]
 
 Data: the trajectories of ../shared/traces (its README names their sources and licences: tau-bench, SWE-agent,
-InterCode, Reflexion, Aider, ToolBench). Each family is replayed from plain weights, alone and with a namespace; of
-the weights that it ends with the mean over the families is taken, each weighted by the square root of how much it
-has learned there (AdaGrad's sum of squares). The sums are then capped, so that the weights still move. Lexical
+InterCode, Reflexion, Aider, ToolBench). Each family is replayed from plain weights,
+alone and with a namespace; of
+the weights that it ends with the mean over the families is taken, each weighted by the square root of how
+much it
+has learned there (AdaGrad's sum of squares). The sums are then capped, so that the weights still move.
+Lexical
 weights, which know tokens, are not part of it: nothing of the traces' text is in the file.
 
 With --leave-out the prior knows nothing of that family: what the benchmarks use to measure it.
@@ -53,13 +56,16 @@ def merged(families: Iterable[np.ndarray]) -> np.ndarray:
 def make(recordings: dict[str, list[Any]], encoder: Any, leave_out: str | None = None) -> Prior:
     kept = [family for family in recordings if family != leave_out]
     alone, shared = (
-        merged([learned(recordings[family], encoder, namespace) for family in kept]) for namespace in (False, True)
+        merged([learned(recordings[family], encoder, namespace) for family in kept])
+        for namespace in (False, True)
     )
     return Prior(alone, shared)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     package = Path(__file__).resolve().parents[1] / "agentspec" / "drafting" / "prior.npz"
     parser.add_argument("--out", type=Path, default=package)
     parser.add_argument("--leave-out", choices=traces.FAMILIES)

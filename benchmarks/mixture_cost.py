@@ -3,8 +3,10 @@
     python benchmarks/mixture_cost.py [--own 100000] [--namespace 1000000] [--steps 400]
 
 Fills a namespace with the outputs of ../shared/traces (repeated until there are enough; made-up text without
-traces), one trajectory with a long prompt, and then drafts 16 tokens at every step of recorded outputs. Medians, and
-the 10th percentile (what a quiet core would give, on a busy machine). Then what that cost takes off the speedup at a
+traces), one trajectory with a long prompt, and then drafts 16 tokens at every step of recorded outputs.
+Medians, and
+the 10th percentile (what a quiet core would give, on a busy machine). Then what that cost takes off the
+speedup at a
 step of 6 ms and of 60 ms.
 """
 
@@ -38,7 +40,9 @@ def material(tokens: int) -> tuple[list[np.ndarray], np.ndarray, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--own", type=int, default=100_000)
     parser.add_argument("--namespace", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=400)
@@ -90,9 +94,9 @@ def main() -> None:
         p, t = 1e6 * np.array(proposals), 1e6 * np.array(learning)
         per_step = float(np.median(p)) + float(np.median(t)) * tokens / args.steps
         print(
-            f"{name:8} proposal of {args.width}: {np.median(p):6.1f} us (p10 {np.percentile(p, 10):.1f}); learning and "
-            f"insertion {np.median(t):5.2f} us a token (p10 {np.percentile(t, 10):.2f}); a prompt {beginning:.2f} us a "
-            f"token; filling, all told, {filling:.2f} us a token (CPU)\n"
+            f"{name:8} proposal of {args.width}: {np.median(p):6.1f} us (p10 "
+            f"{np.percentile(p, 10):.1f}); learning and insertion {np.median(t):5.2f} us a token (p10 "
+            f"{np.percentile(t, 10):.2f}); a prompt {beginning:.2f} us a token; filling, all told, {filling:.2f} us a token (CPU)\n"
             f"{'':8} of a step of 6 ms that is {per_step / 60:.2f} %, of 60 ms {per_step / 600:.3f} %"
         )
 

@@ -4,8 +4,10 @@
     PYTHONPATH=tests/sglang/rig:. SGLANG_USE_CPU_ENGINE=1 \\
         $AGENTSPEC_SGLANG_VENV/bin/python benchmarks/peers.py [--limit N] [--widths 4,8,16] [--only NAME,...]
 
-Teacher-forced over ../shared/traces (benchmarks/traces.py), greedy acceptance, one memory a family, trajectories
-in file order. Tokens per verify step, bonus included, all steps counted; macro is the mean over the families; each
+Teacher-forced over ../shared/traces (benchmarks/traces.py), greedy acceptance, one memory a family,
+trajectories
+in file order. Tokens per verify step, bonus included, all steps counted; macro is the mean over the
+families; each
 peer at its best width on two cost curves. A peer that can't be imported is named, with how to get it:
 
     sglang      the wheel 0.5.23: NgramCorpus as NGRAMWorker drives it (as shipped: outputs only; and with the
@@ -143,7 +145,8 @@ class HuggingFace:
 
 
 class VLLM:
-    """vLLM's n-gram proposer: the longest of 3 to 8 last tokens that occurs earlier, there the earliest place."""
+    """vLLM's n-gram proposer: the longest of 3 to 8 last tokens that occurs earlier, there the earliest
+    place."""
 
     def __init__(self, width: int, shortest: int = 3, longest: int = 8) -> None:
         self.width, self.shortest, self.longest = width, shortest, longest
@@ -184,8 +187,11 @@ class Arctic:
 
         self.cache = SuffixDecodingCache(max_tree_depth=64)
         self.options = {
-            "max_spec_tokens": width, "max_spec_factor": factor, "min_token_prob": minimum, "use_tree_spec": tree,
-        }  # fmt: skip
+            "max_spec_tokens": width,
+            "max_spec_factor": factor,
+            "min_token_prob": minimum,
+            "use_tree_spec": tree,
+        }
         self.calls = 0
 
     def trajectory(self, name: str) -> None: ...
@@ -207,7 +213,9 @@ class Arctic:
 
 def accepted(tree: Tree, following: list[int]) -> int:
     tokens, parents = tree
-    children = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+    children = {
+        (parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))
+    }
     node, count = -1, 0
     for token in following:
         found = children.get((node, token))
@@ -267,7 +275,9 @@ def speedup(row: dict[str, Any], curve: Any, macro: bool = True) -> float:
     per = {name: t / (s * curve(1.0 + d)) for name, (t, s, d) in row["shape"].items()}
     if macro:
         return float(np.mean(list(per.values())))
-    return sum(t for t, _, _ in row["shape"].values()) / sum(s * curve(1.0 + d) for _, s, d in row["shape"].values())
+    return sum(t for t, _, _ in row["shape"].values()) / sum(
+        s * curve(1.0 + d) for _, s, d in row["shape"].values()
+    )
 
 
 def first_of_task(recordings: list[Any]) -> list[Any]:
@@ -282,7 +292,9 @@ def first_of_task(recordings: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, help="trajectories a family")
     parser.add_argument("--widths", default="4,8,16")
     parser.add_argument("--only", default="", help="peers whose name contains one of these")

@@ -41,7 +41,10 @@ CHAT = [
 def check_chat(recordings: list[Recording]) -> None:
     assert len(recordings) == 1
     calls = recordings[0].calls
-    assert [call.output["content"] for call in calls if call.output] == [CHAT[2]["content"], CHAT[4]["content"]]
+    assert [call.output["content"] for call in calls if call.output] == [
+        CHAT[2]["content"],
+        CHAT[4]["content"],
+    ]
     assert [[m["role"] for m in call.messages][-1] for call in calls] == ["user", "user"]
     assert len(calls[1].messages) == 4
 
@@ -63,9 +66,10 @@ class TestFormats:
         check_chat(read(write(tmp_path / "x.jsonl", {"messages": CHAT})))
 
     def test_openai_requests_are_joined(self, tmp_path: Path) -> None:
+        answers = [{"choices": [{"message": CHAT[k]}]} for k in (2, 4)]
         lines = [
             {"request": {"messages": CHAT[:2]}, "response": {"choices": [{"message": CHAT[2]}]}},
-            {"request": {"messages": [CHAT[0], {"role": "user", "content": "Else."}]}, "response": {"choices": [{"message": CHAT[2]}]}},
+            {"request": {"messages": [CHAT[0], {"role": "user", "content": "Else."}]}, "response": answers[0]},
             {"request": {"messages": CHAT[:4]}, "response": {"choices": [{"message": CHAT[4]}]}},
         ]  # fmt: skip
         recordings = read(write(tmp_path / "x.jsonl", *lines))
@@ -85,14 +89,28 @@ class TestFormats:
             }
             attributes = [{"key": k, "value": {"stringValue": v}} for k, v in values.items()]
             spans.append({"traceId": "t", "startTimeUnixNano": str(start), "attributes": attributes})
-        spans.append({"traceId": "t", "attributes": [{"key": "gen_ai.operation.name", "value": {"stringValue": "execute_tool"}}]})
-        spans.append({"traceId": "t", "attributes": [{"key": "gen_ai.operation.name", "value": {"stringValue": "chat"}}]})
+        spans.append(
+            {
+                "traceId": "t",
+                "attributes": [{"key": "gen_ai.operation.name", "value": {"stringValue": "execute_tool"}}],
+            }
+        )
+        spans.append(
+            {
+                "traceId": "t",
+                "attributes": [{"key": "gen_ai.operation.name", "value": {"stringValue": "chat"}}],
+            }
+        )
         document = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
         problems: list[Problem] = []
         path = tmp_path / "x.json"
         path.write_text(json.dumps(document, indent=1))
         with pytest.raises(InvalidRequestError):
-            read(write(tmp_path / "only-bad.jsonl", {"resourceSpans": [{"scopeSpans": [{"spans": spans[3:]}]}]}))
+            read(
+                write(
+                    tmp_path / "only-bad.jsonl", {"resourceSpans": [{"scopeSpans": [{"spans": spans[3:]}]}]}
+                )
+            )
         document["resourceSpans"][0]["scopeSpans"][0]["spans"] = spans[:3]
         path.write_text(json.dumps(document, indent=1))
         check_chat(read(path, problems.append))
@@ -102,7 +120,11 @@ class TestFormats:
         kinds = {"system": "SystemMessage", "user": "HumanMessage", "assistant": "AIMessage"}
 
         def serialised(message: dict[str, Any]) -> dict[str, Any]:
-            return {"lc": 1, "id": ["langchain", kinds[message["role"]]], "kwargs": {"content": message["content"]}}
+            return {
+                "lc": 1,
+                "id": ["langchain", kinds[message["role"]]],
+                "kwargs": {"content": message["content"]},
+            }
 
         lines: list[Any] = [{"run_type": "chain", "id": "r"}]
         for start, upto in (("2026-01-01T00:00:02", 4), ("2026-01-01T00:00:01", 2)):
@@ -115,9 +137,17 @@ class TestFormats:
 
     def test_malformed_lines_are_named(self, tmp_path: Path) -> None:
         problems: list[Problem] = []
-        path = write(tmp_path / "x.jsonl", {"messages": CHAT}, "{broken", {"hello": 1}, "[1, 2]", {"id": 3, "steps": 4})
+        path = write(
+            tmp_path / "x.jsonl", {"messages": CHAT}, "{broken", {"hello": 1}, "[1, 2]", {"id": 3, "steps": 4}
+        )
         check_chat(read(path, problems.append))
-        assert [problem.where for problem in problems] == ["x.jsonl:2", "x.jsonl:3", "x.jsonl:4[0]", "x.jsonl:4[1]", "x.jsonl:5"]
+        assert [problem.where for problem in problems] == [
+            "x.jsonl:2",
+            "x.jsonl:3",
+            "x.jsonl:4[0]",
+            "x.jsonl:4[1]",
+            "x.jsonl:5",
+        ]
 
     def test_nothing_readable(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="no trajectory"):
@@ -170,7 +200,9 @@ class TestFigures:
         recordings = [ids(([1, 2, 3], output), name="a"), ids(([4, 5, 3], output), name="b")]
 
         def rate(shared: bool) -> float:
-            make = lambda: make_proposer("mixture", trajectory_bytes=1 << 19, namespace_bytes=1 << 20)  # noqa: E731
+            def make() -> Any:
+                return make_proposer("mixture", trajectory_bytes=1 << 19, namespace_bytes=1 << 20)
+
             report = replay(recordings, Encoder(None), make, fixed=True, shared=shared)
             return report.by(lambda row: row.trajectory)["b"]["tokens_per_step"]
 
@@ -220,7 +252,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             recorder.write(stats, [1, 2, 3, 4, 5, 1], [2, 3, 4, 5, 9], [4, 1])
     with path.open("a") as file:
         file.write("nonsense\n")
-    code = command(str(path), "--proposer", "match", "--json", str(tmp_path / "x.json"), "--html", str(tmp_path / "x.html"))
+    code = command(
+        str(path),
+        "--proposer",
+        "match",
+        "--json",
+        str(tmp_path / "x.json"),
+        "--html",
+        str(tmp_path / "x.html"),
+    )
     assert code == 1  # a record was skipped
     said = capsys.readouterr()
     assert "runs.jsonl:5" in said.err
@@ -264,7 +304,9 @@ def test_a_local_run_is_predicted_exactly(tiny_engine: Any, tmp_path: Path, prop
         prompt = random.integers(5, 60, 24).tolist()
         with trajectory("t") as run:
             for _ in range(4):
-                result = engine.generate(GenerationRequest(input_ids=prompt, max_tokens=40, trajectory=run)).result()
+                result = engine.generate(
+                    GenerationRequest(input_ids=prompt, max_tokens=40, trajectory=run)
+                ).result()
                 calls.append(result.stats)
                 prompt = [*prompt, *result.token_ids, *random.integers(5, 60, 8).tolist()]
     report = replay(
@@ -276,3 +318,26 @@ def test_a_local_run_is_predicted_exactly(tiny_engine: Any, tmp_path: Path, prop
     assert [row.accepted for row in report.rows] == [stats.accepted for stats in calls]
     assert sum(row.recorded_steps or 0 for row in report.rows) == sum(row.verify_steps for row in report.rows)
     assert sum(row.accepted for row in report.rows) > 0
+
+
+def test_fifty_runs_of_one_agent_do_not_decay() -> None:
+    """Each run reads new text and repeats its habits; the namespace grows, and recent wins."""
+    from agentspec.testing import scripted_calls
+
+    recordings = []
+    for run in range(50):
+        calls = [
+            RecordedCall(
+                input_ids=prompt.tolist(),
+                output_ids=output.tolist(),
+                spans=[[span.start, span.end, int(span.source), span.role] for span in spans],
+            )
+            for prompt, spans, output in scripted_calls(3, seed=run % 7 + 100 * (run // 7))
+        ]
+        recordings.append(Recording(str(run), "agent", calls))
+    for proposer, options in (("match", {}), ("mixture", {"trajectory_bytes": 1 << 19, "namespace_bytes": 1 << 20})):
+        report = replay(
+            recordings, Encoder(None), lambda p=proposer, o=options: make_proposer(p, **o), fixed=True, oracle=False
+        )
+        rates = [group["tokens_per_step"] for group in report.by(lambda row: int(row.trajectory)).values()]
+        assert np.mean(rates[-10:]) > 0.97 * np.mean(rates[2:12])

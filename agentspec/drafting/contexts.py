@@ -57,7 +57,7 @@ def advance(state: Any, token: Any, classes: Any) -> Any:
     if c & NEWLINE:
         state[4] = 1
     kind = c & 7
-    if kind == PUNCTUATION or kind == SPECIAL or (c & NEWLINE) != 0:
+    if kind == PUNCTUATION or kind == SPECIAL or (c & NEWLINE) != 0:  # noqa: SIM109 (numba)
         state[3] = state[2]
         state[2] = state[1]
         state[1] = token
@@ -65,7 +65,8 @@ def advance(state: Any, token: Any, classes: Any) -> Any:
 
 @kernel("void(int32[::1], int64, int64[::1])")
 def recent(tokens: Any, size: Any, history: Any) -> Any:
-    """The last HISTORY tokens of tokens[:size], the latest first; -1 where there is none, or behind a seam."""
+    """The last HISTORY tokens of tokens[:size], the latest first; -1 where there is none, or behind a
+    seam."""
     open_ = True
     for i in range(HISTORY):
         j = size - 1 - i

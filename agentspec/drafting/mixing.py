@@ -7,7 +7,8 @@ Score of a candidate c, a sum of learned weights, one for each feature that is o
     for each context found, in each table: its state there, or that it is absent there
     and a few of the candidate as a whole: token, last token, longest orders, distance, hits, votes
 
-Probability: softmax over the candidates and an escape (none of them). The weights are learned by AdaGrad on the
+Probability: softmax over the candidates and an escape (none of them). The weights are learned by AdaGrad on
+the
 cross-entropy of every emitted token. The sum over "absent" features is the same for all candidates but for
 those that are present, so it is taken once, and a present candidate adds the difference: the work grows with
 the successors that are found, not with contexts times candidates.
@@ -24,10 +25,31 @@ from typing import Any
 import numpy as np
 
 from agentspec.drafting.contexts import CONTEXTS, HISTORY, NAMES, ORDERS, ROLE, STATE, advance, hashes, recent
-from agentspec.drafting.tables import K1, M32, OFFSET, follow_slot, insert, log2_floor, lookup, seen_slot, wide_line
+from agentspec.drafting.tables import (
+    K1,
+    M32,
+    OFFSET,
+    follow_slot,
+    insert,
+    log2_floor,
+    lookup,
+    seen_slot,
+    wide_line,
+)
 from agentspec.memory.kernels import kernel
 
-__all__ = ["FEATURES", "LANGUAGE", "LEXICAL", "PAIRS", "PAIR_NAMES", "absorb", "ingest", "learn", "propose", "publish"]
+__all__ = [
+    "FEATURES",
+    "LANGUAGE",
+    "LEXICAL",
+    "PAIRS",
+    "PAIR_NAMES",
+    "absorb",
+    "ingest",
+    "learn",
+    "propose",
+    "publish",
+]
 
 LANGUAGE = 3  # the first so many contexts are in the language table
 PAIRS = 2 * CONTEXTS + LANGUAGE
@@ -38,7 +60,8 @@ MAX_CANDIDATES = 40
 MAX_NODES = 64
 SLOTS = 512  # of the hash that finds a candidate by token
 KINDS = 4
-# State of a candidate in a pair: count {1, 2, 3-4, 5+} x others {0, 1, 2-3, 4-8, 9+} x place {0, 1, 2, 3+} x kind.
+# State of a candidate in a pair: count {1, 2, 3-4, 5+} x others {0, 1, 2-3, 4-8, 9+} x place {0, 1, 2, 3+} x
+# kind.
 PRESENT = 4 * 5 * 4 * KINDS
 STRIDE = PRESENT + 16
 F_OWN = PAIRS * STRIDE
@@ -63,18 +86,21 @@ MOST = 2 * PAIRS + COMMON
 # Columns of the candidates' int32 array.
 TOKEN, COUNT, OWN, SHARED, OWN_STATE, SHARED_STATE, OWN_VOTES, SHARED_VOTES, LANG, KIND = range(10)
 COLUMNS = 10
-# Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked at), kind
+# Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked
+# at), kind
 TREE = 5
 NEGLIGIBLE = -11.0  # log of the odds against the best under which a candidate counts as impossible
 SMALL = 0.003  # gradients under this teach nothing worth the time
 
 
 @kernel(
-    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, int64[::1], int64, int64, int64, boolean,"
+    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64,"
+    " int64[::1], int64, int64, int64, boolean,"
     " int32[:, ::1], float64[::1], int32[:, ::1], int32[::1], int64[::1], int64[::1], int64[::1])"
 )
 def candidates(
-    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, hashed: Any, last: Any, hits: Any, clock: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, hashed: Any, last: Any,
+    hits: Any, clock: Any,
     keep: Any, cand: Any, score: Any, features: Any, index: Any, found: Any, absent: Any, escape: Any,
 ) -> Any:  # fmt: skip
     """The candidates at one context and their probabilities, in score[:n]; n is returned.
@@ -274,7 +300,12 @@ def candidates(
         f6 = F_SEEN + ago
         f7 = F_STATES + int(cand[c, OWN_STATE]) * 25 + int(cand[c, SHARED_STATE])
         f8 = F_VOTES + int(cand[c, OWN_VOTES]) * 17 + int(cand[c, SHARED_VOTES])
-        f9 = F_LANGUAGE + (longest_language * 5 + int(cand[c, LANG])) * 8 + min(own_order, 3) * 2 + min(shared_order, 1)
+        f9 = (
+            F_LANGUAGE
+            + (longest_language * 5 + int(cand[c, LANG])) * 8
+            + min(own_order, 3) * 2
+            + min(shared_order, 1)
+        )
         if keep:
             m = int(cand[c, COUNT])
             features[c, m] = f2
@@ -289,7 +320,8 @@ def candidates(
             features[c, m + 9] = f1
             cand[c, COUNT] = m + COMMON
         x = (
-            score[c] + base + lexical[f0] + lexical[f1] + weights[f2] + weights[f3] + weights[f4] + weights[f5]
+            score[c] + base + lexical[f0] + lexical[f1] + weights[f2] + weights[f3] + weights[f4] +
+            weights[f5]
             + weights[f6] + weights[f7] + weights[f8] + weights[f9]
         )  # fmt: skip
         score[c] = x
@@ -322,11 +354,13 @@ def _descend(weights: Any, half: Any, f: Any, gradient: Any, rate: Any) -> Any:
 
 
 @kernel(
-    "void(float32[::1], float32[::1], float64, int64, int64, int32[:, ::1], float64[::1], int32[:, ::1], int64[::1],"
+    "void(float32[::1], float32[::1], float64, int64, int64, int32[:, ::1], float64[::1],"
+    " int32[:, ::1], int64[::1],"
     " int64[::1], float64[::1])"
 )
 def _teach(
-    weights: Any, lexical: Any, rate: Any, n: Any, truth: Any, cand: Any, score: Any, features: Any, absent: Any, escape: Any,
+    weights: Any, lexical: Any, rate: Any, n: Any, truth: Any, cand: Any, score: Any, features: Any,
+    absent: Any, escape: Any,
     sums: Any,
 ) -> Any:  # fmt: skip
     """One AdaGrad step on the cross-entropy; truth is the candidate that came, -1: none of them."""
@@ -420,16 +454,19 @@ def publish(shared: Any, tokens: Any, hashed: Any, count: Any, tag: Any, mask: A
 
 
 @kernel(
-    "void(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, float64, int32[::1], int64, int64, int64,"
+    "void(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64,"
+    " float64, int32[::1], int64, int64, int64,"
     " int64[::1], uint8[::1], uint32[:, ::1], int32[::1], float64[::1])"
 )
 def learn(
-    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, rate: Any, tokens: Any, prompt_length: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, rate: Any, tokens: Any,
+    prompt_length: Any,
     start: Any, end: Any, state: Any, classes: Any, kept: Any, kept_tokens: Any, sums_out: Any,
 ) -> Any:  # fmt: skip
     """Learn from tokens[start:end] of a call and insert them.
 
-    kept[end - start, CONTEXTS], kept_tokens: the hashes and tokens, for publish(). sums_out[3] += log-loss (nats),
+    kept[end - start, CONTEXTS], kept_tokens: the hashes and tokens, for publish(). sums_out[3] += log-loss
+    (nats),
     tokens that were no candidate, tokens.
     """
     history = np.empty(HISTORY, np.int64)
@@ -447,7 +484,8 @@ def learn(
         recent(tokens, i, history)
         hashes(history, state, i - prompt_length, own, classes, hashed)
         n = candidates(
-            own, shared, language, weights, lexical, mask, hashed, history[0], state[5], int(own[2]), True, cand, score,
+            own, shared, language, weights, lexical, mask, hashed, history[0], state[5], int(own[2]), True,
+            cand, score,
             features, index, found, absent, escape,
         )  # fmt: skip
         truth = -1
@@ -483,14 +521,17 @@ def learn(
 
 
 @kernel(
-    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64, int32[::1], int64, int64, int64[::1],"
+    "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64,"
+    " int32[::1], int64, int64, int64[::1],"
     " uint8[::1], int64, int64, boolean, float64[::1], int32[:, ::1], float64[::1])"
 )
 def propose(
-    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, tokens: Any, prompt_length: Any, size: Any,
+    own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, tokens: Any,
+    prompt_length: Any, size: Any,
     state: Any, classes: Any, most: Any, deepest: Any, tree: Any, price: Any, nodes: Any, paths: Any,
 ) -> Any:  # fmt: skip
-    """The best draft of at most `most` nodes: nodes[TREE, >= most], paths[>= most] path probabilities; how many.
+    """The best draft of at most `most` nodes: nodes[TREE, >= most], paths[>= most] path probabilities; how
+    many.
 
     Best-first by path probability, so the first n nodes are the best tree of n; n maximises
     sum(paths[:n]) - price[n]. It stops when not even certain children could change that.
@@ -548,7 +589,8 @@ def propose(
         if depth < deepest:
             hashes(history, here, size + depth - prompt_length, own, classes, hashed)
             m = candidates(
-                own, shared, language, weights, lexical, mask, hashed, history[0], here[5], int(own[2]) + depth, False, cand,
+                own, shared, language, weights, lexical, mask, hashed, history[0], here[5],
+                int(own[2]) + depth, False, cand,
                 score, features, index, found, absent, escape,
             )  # fmt: skip
             guess = -1
@@ -631,7 +673,8 @@ def follow(
 ) -> Any:
     """The call's state after tokens[start:end] came where nodes[:, :drafted] had been drafted.
 
-    Whether the top guess came true is read off the draft; past a node that was not looked into, it counts as true.
+    Whether the top guess came true is read off the draft; past a node that was not looked into, it counts as
+    true.
     """
     node = -1
     inside = True

@@ -4,12 +4,12 @@ Called by engines, the replay and the SGLang plugin through the Proposer protoco
 agentspec.memory and its neighbours in drafting. mixing.py has the arithmetic and says what the model is.
 
 What it keeps, and where
-    Ledger      per trajectory, in memory.attachments: the own table (trajectory_bytes), and without a namespace
-                the lexical weights (those that know tokens)
-    Namespace   per namespace, in memory.shared.attachments: the shared table (namespace_bytes), the weights, and
-                the outputs that wait to enter the table
-    _alone      the other weights of trajectories without a namespace: they say how far a context of some shape
-                is to be trusted, and no text can be read out of them
+    Ledger      per trajectory, in memory.attachments: the own table (trajectory_bytes), and without a
+                namespace the lexical weights (those that know tokens)
+    Namespace   per namespace, in memory.shared.attachments: the shared table (namespace_bytes), the weights,
+                and the outputs that wait to enter the table
+    _alone      the other weights of trajectories without a namespace: they say how far a context of some
+                shape is to be trusted, and no text can be read out of them
 A trajectory's outputs enter its namespace's table when a call of another trajectory begins there: until then
 they are in its own table, and counting them twice would mislead the mixture.
 
@@ -57,7 +57,8 @@ _NONE: UInt32 = np.zeros(1, np.uint32)
 
 
 def plain_weights() -> NDArray[np.float32]:
-    """float32[2 * FEATURES]: weights, then AdaGrad's sums of squares, before anything was learned anywhere."""
+    """float32[2 * FEATURES]: weights, then AdaGrad's sums of squares, before anything was
+    learned anywhere."""
     weights = np.zeros(2 * FEATURES, np.float32)
     for pair in range(PAIRS):
         weights[pair * STRIDE : pair * STRIDE + PRESENT] = PLAIN
@@ -67,8 +68,8 @@ def plain_weights() -> NDArray[np.float32]:
 class Prior:
     """Weights to start from: `alone` for trajectories without a namespace, `shared` for namespaces.
 
-    Each is float32[2 * FEATURES] as plain_weights() makes them; the sums of squares are capped where they were
-    made, so that the weights still move.
+    Each is float32[2 * FEATURES] as plain_weights() makes them; the sums of squares are capped where they
+    were made, so that the weights still move.
     """
 
     def __init__(self, alone: NDArray[np.float32], shared: NDArray[np.float32]) -> None:
@@ -100,14 +101,16 @@ class Prior:
     def save(self, path: str | Path) -> None:
         """float16, compressed."""
         with open(path, "wb") as handle:
-            np.savez_compressed(handle, alone=self.alone.astype(np.float16), shared=self.shared.astype(np.float16))
+            np.savez_compressed(
+                handle, alone=self.alone.astype(np.float16), shared=self.shared.astype(np.float16)
+            )
 
 
 class Namespace:
     """What the trajectories of one namespace share.
 
-    The table starts small, so that a small namespace costs little memory and few cache misses, and is made again
-    four times as large, from the outputs kept until then, when it fills up.
+    The table starts small, so that a small namespace costs little memory and few cache misses, and is made
+    again four times as large, from the outputs kept until then, when it fills up.
     """
 
     def __init__(self, nbytes: int, weights: NDArray[np.float32], pairs: int) -> None:
@@ -185,7 +188,8 @@ class _Call:
     """One open call."""
 
     __slots__ = (
-        "drafted", "kept", "kept_tokens", "known", "learned", "learned_state", "most", "nodes", "paths", "state",
+        "drafted", "kept", "kept_tokens", "known", "learned", "learned_state", "most", "nodes", "paths",
+        "state",
     )  # fmt: skip
 
     def __init__(self, state: NDArray[np.int64], size: int) -> None:
@@ -269,8 +273,10 @@ class MixtureProposer:
             return Draft.empty()
         buffer = context.tokens
         n = mixing.propose(
-            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
-            ledger.lexical, self.pairs, buffer, context.prompt_length, len(buffer), call.state, self.vocabulary.classes, most,
+            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language,
+            ledger.weights,
+            ledger.lexical, self.pairs, buffer, context.prompt_length, len(buffer), call.state,
+            self.vocabulary.classes, most,
             limits.max_depth, limits.tree, limits.price, call.nodes, call.paths,
         )  # fmt: skip
         call.drafted = n
@@ -309,8 +315,10 @@ class MixtureProposer:
         kept = np.empty((count, CONTEXTS), np.uint32)
         kept_tokens = np.empty(count, np.int32)
         mixing.learn(
-            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language, ledger.weights,
-            ledger.lexical, self.pairs, RATE, context.tokens, context.prompt_length, call.learned, call.known, call.learned_state,
+            ledger.table, _NONE if namespace is None else namespace.table, self.vocabulary.language,
+            ledger.weights,
+            ledger.lexical, self.pairs, RATE, context.tokens, context.prompt_length, call.learned,
+            call.known, call.learned_state,
             self.vocabulary.classes, kept, kept_tokens, self.score,
         )  # fmt: skip
         call.learned = call.known
@@ -384,7 +392,13 @@ class MixtureProposer:
                     self._insert(ledger, context.tokens, low, high, int(segment.source), ledger.state)
 
     def _insert(
-        self, ledger: Ledger, tokens: NDArray[np.int32], start: int, end: int, source: int, state: NDArray[np.int64]
+        self,
+        ledger: Ledger,
+        tokens: NDArray[np.int32],
+        start: int,
+        end: int,
+        source: int,
+        state: NDArray[np.int64],
     ) -> None:
         kind = {Source.PROMPT: 0, Source.TOOL: 1, Source.OUTPUT: 2, Source.CURRENT: 2}.get(Source(source), 3)
         mixing.ingest(

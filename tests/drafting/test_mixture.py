@@ -83,7 +83,9 @@ class TestTables:
         table = tables.new_table(1 << 20)
         for tag in (1, 1, 1, 2, 2, 3):
             tables.insert(table, 77, 5, 0, tag, True)
-        assert (int(table[tables.lookup(table, 77) + 1]) >> 26) & 3 == 2  # a third trajectory: two more than one
+        assert (
+            int(table[tables.lookup(table, 77) + 1]) >> 26
+        ) & 3 == 2  # a third trajectory: two more than one
 
     def test_size_is_the_budget(self) -> None:
         for nbytes in (256 * 1024, 4 << 20):
@@ -92,7 +94,9 @@ class TestTables:
             tables.new_table(1000)
 
 
-def drive(proposer: MixtureProposer, calls: Any, memory: TrajectoryMemory, limits: DraftLimits = TREE) -> list[int]:
+def drive(
+    proposer: MixtureProposer, calls: Any, memory: TrajectoryMemory, limits: DraftLimits = TREE
+) -> list[int]:
     """Accepted tokens of every step."""
     took = []
     for prompt, spans, output in calls:
@@ -173,7 +177,9 @@ def test_namespaces_do_not_leak() -> None:
 
     def run(namespace: str | None, name: str) -> list[int]:
         memory = (
-            TrajectoryMemory(name, namespace, shared=shared[namespace]) if namespace else TrajectoryMemory(name)
+            TrajectoryMemory(name, namespace, shared=shared[namespace])
+            if namespace
+            else TrajectoryMemory(name)
         )
         return drive(proposer, [(prompt, [Span(0, 30, Source.PROMPT, "user")], secret)], memory)
 
@@ -232,7 +238,11 @@ def test_without_compilation_the_drafts_are_the_same() -> None:
     for disabled in ("0", "1"):
         environment = {**os.environ, "NUMBA_DISABLE_JIT": disabled, "AGENTSPEC_QUIET": "1"}
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True, timeout=250
+            [sys.executable, "-W", "ignore", "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
