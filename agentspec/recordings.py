@@ -278,25 +278,17 @@ def _spans(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _otel(span: Mapping[str, Any], groups: _Groups) -> None:
     raw = span.get("attributes", {})
-    attributes = (
-        raw if isinstance(raw, Mapping) else {item["key"]: _any_value(item.get("value")) for item in raw}
-    )
+    attributes = raw if isinstance(raw, Mapping) else {item["key"]: _any_value(item.get("value")) for item in raw}
     for event in span.get("events", ()):
         inner = event.get("attributes", {})
-        inner = (
-            inner
-            if isinstance(inner, Mapping)
-            else {item["key"]: _any_value(item.get("value")) for item in inner}
-        )
+        inner = inner if isinstance(inner, Mapping) else {item["key"]: _any_value(item.get("value")) for item in inner}
         attributes = {**inner, **attributes}
     given, came = attributes.get("gen_ai.input.messages"), attributes.get("gen_ai.output.messages")
     if given is None and came is None:
         operation = attributes.get("gen_ai.operation.name")
         if operation in (None, "invoke_agent", "execute_tool", "create_agent", "embeddings"):
             return  # not a model call
-        raise _Bad(
-            "a model call without message content: exporting it has to be switched on where it is traced"
-        )
+        raise _Bad("a model call without message content: exporting it has to be switched on where it is traced")
     messages = []
     instructions = attributes.get("gen_ai.system_instructions")
     if instructions:
@@ -350,9 +342,7 @@ def _otel_message(message: Mapping[str, Any]) -> Message:
     text, calls = [], []
     for part in parts:
         if part.get("type") == "tool_call":
-            calls.append(
-                {"name": part.get("name"), "arguments": part.get("arguments", {}), "id": part.get("id")}
-            )
+            calls.append({"name": part.get("name"), "arguments": part.get("arguments", {}), "id": part.get("id")})
         elif part.get("type") == "tool_call_response":
             answer = part.get("response", part.get("result", ""))
             text.append(answer if isinstance(answer, str) else json.dumps(answer))

@@ -141,9 +141,7 @@ def _content(message: dict[str, Any]) -> str:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         content += "\n" if content else ""
-        content += (
-            f'<tool_call>\n{{"name": {json.dumps(call.get("name"))}, "arguments": {arguments}}}\n</tool_call>'
-        )
+        content += f'<tool_call>\n{{"name": {json.dumps(call.get("name"))}, "arguments": {arguments}}}\n</tool_call>'
     return content
 
 
@@ -175,9 +173,7 @@ class Report:
 
     rows: list[CallRow]
     settings: dict[str, Any]
-    reliability: NDArray[
-        np.float64
-    ]  # float64[20, 3]: edges, sum of their probabilities, accepted; by probability
+    reliability: NDArray[np.float64]  # float64[20, 3]: edges, sum of their probabilities, accepted; by probability
     skipped: list[str] = field(default_factory=list)
     widths: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -240,9 +236,7 @@ class Report:
     @property
     def macro(self) -> float:
         """Mean over the families of tokens_per_step."""
-        return float(
-            np.mean([group["tokens_per_step"] for group in self.by(lambda row: row.family).values()])
-        )
+        return float(np.mean([group["tokens_per_step"] for group in self.by(lambda row: row.family).values()]))
 
     @property
     def calibration_error(self) -> float:
@@ -326,9 +320,7 @@ def replay(
                 remaining = (call.max_tokens or 1 << 30) - at
                 if fixed:
                     most = min(max_draft, max(0, remaining - 1)) if not tree else max_draft
-                    limits = DraftLimits(
-                        most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1)
-                    )
+                    limits = DraftLimits(most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1))
                 else:
                     limits = policy.limits(remaining, 1, tree)
                 before = time.perf_counter()
@@ -366,9 +358,7 @@ def replay(
     )  # fmt: skip
 
 
-def _count(
-    row: CallRow, draft: Any, accepted: int, following: Int32, reliability: NDArray[np.float64]
-) -> None:
+def _count(row: CallRow, draft: Any, accepted: int, following: Int32, reliability: NDArray[np.float64]) -> None:
     """Add a step to its call's row and to the reliability table."""
     row.verify_steps += 1
     row.proposed += len(draft)
@@ -478,28 +468,18 @@ def _link(text: Any, end: Any, latest: Any, before: Any) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `agentspec replay`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trajectories (formats: see docs)")
-    parser.add_argument(
-        "--proposer", default="mixture", help="match, mixture, or an entry point (default: mixture)"
-    )
+    parser.add_argument("--proposer", default="mixture", help="match, mixture, or an entry point (default: mixture)")
     parser.add_argument("--tokenizer", default="smollm2", help="model name or directory (default: smollm2)")
     parser.add_argument("--curve", default="gpu", help="gpu, cpu, or a JSON file {n: ms} (default: gpu)")
     parser.add_argument("--max-draft", type=int, default=16, help="most tokens drafted a step (default: 16)")
-    parser.add_argument(
-        "--proposer-cost", type=float, default=0.0, help="c, relative to a plain step (default: 0)"
-    )
-    parser.add_argument(
-        "--chain", action="store_true", help="chains only, where an engine can't verify trees"
-    )
+    parser.add_argument("--proposer-cost", type=float, default=0.0, help="c, relative to a plain step (default: 0)")
+    parser.add_argument("--chain", action="store_true", help="chains only, where an engine can't verify trees")
     parser.add_argument("--fixed", action="store_true", help="always draft --max-draft tokens")
     parser.add_argument("--alone", action="store_true", help="no memory across trajectories")
-    parser.add_argument(
-        "--deferred", action="store_true", help="learn during the next forward, as the plugin does"
-    )
+    parser.add_argument("--deferred", action="store_true", help="learn during the next forward, as the plugin does")
     parser.add_argument("--widths", help="also replay at these fixed widths, e.g. 2,4,8,16")
     parser.add_argument("--limit", type=int, help="at most so many trajectories a file")
-    parser.add_argument(
-        "--json", metavar="PATH", nargs="?", const="-", help="write all figures as JSON (-: stdout)"
-    )
+    parser.add_argument("--json", metavar="PATH", nargs="?", const="-", help="write all figures as JSON (-: stdout)")
     parser.add_argument("--html", metavar="PATH", help="write a page with plots")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -577,9 +557,7 @@ def run(args: argparse.Namespace) -> int:
             **settings,
         )
         totals = one.totals()
-        report.widths[str(width)] = {
-            k: totals[k] for k in ("tokens_per_step", "speedup", "proposed_per_step")
-        }
+        report.widths[str(width)] = {k: totals[k] for k in ("tokens_per_step", "speedup", "proposed_per_step")}
     if args.json:
         text = json.dumps(report.to_dict(), indent=1)
         if args.json == "-":
@@ -617,7 +595,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 def summary(report: Report) -> str:
     """The report as a table for a terminal."""
-    columns = "calls>7 tokens>9 t/step>8 drafted>9 accept>8 a>7 oracle>8 speedup>9".split()
+    columns = ["calls>7", "tokens>9", "t/step>8", "drafted>9", "accept>8", "a>7", "oracle>8", "speedup>9"]
     head = " " * 14 + "".join(f"{name:>{width}}" for name, width in (c.split(">") for c in columns))
     lines = [head]
 
@@ -647,9 +625,7 @@ def summary(report: Report) -> str:
     sources = report.sources()
     total = sum(sources.values())
     if total:
-        lines.append(
-            "accepted from: " + ", ".join(f"{name} {count / total:.0%}" for name, count in sources.items())
-        )
+        lines.append("accepted from: " + ", ".join(f"{name} {count / total:.0%}" for name, count in sources.items()))
     if report.widths:
         best = max(report.widths, key=lambda w: report.widths[w]["speedup"])
         lines.append(

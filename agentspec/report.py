@@ -3,7 +3,6 @@
 No scripts from elsewhere, no fonts, no images: it can be mailed. Imports nothing but replay's Report.
 """
 
-# ruff: noqa: E501 (fragments of HTML)
 from __future__ import annotations
 
 import html
@@ -130,9 +129,7 @@ class _Plot:
         span = (self.y1 - self.y0) or 1.0
         return self.height - _BOTTOM - (y - self.y0) / span * (self.height - _TOP - _BOTTOM)
 
-    def axes(
-        self, xs: Sequence[float], ys: Sequence[float], x_title: str, y_title: str, percent: bool = False
-    ) -> None:
+    def axes(self, xs: Sequence[float], ys: Sequence[float], x_title: str, y_title: str, percent: bool = False) -> None:
         for y in ys:
             at = self.py(y)
             label = f"{y:.0%}" if percent else f"{y:g}"
@@ -150,9 +147,7 @@ class _Plot:
             f'<text x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">{y_title}</text>'
         )
 
-    def line(
-        self, points: Sequence[tuple[float, float]], ink: str, dash: str = "", dots: bool = True
-    ) -> None:
+    def line(self, points: Sequence[tuple[float, float]], ink: str, dash: str = "", dots: bool = True) -> None:
         path = " ".join(f"{self.px(x):.1f},{self.py(y):.1f}" for x, y in points)
         style = f' stroke-dasharray="{dash}"' if dash else ""
         self.marks.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="2"{style}/>')
@@ -179,9 +174,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 def _by_call(report: Report) -> str:
     groups = report.by(lambda row: row.call)
     calls = sorted((int(k), v) for k, v in groups.items())
-    points = [
-        (k + 1.0, v["conditional_acceptance"]) for k, v in calls if v["conditional_acceptance"] is not None
-    ]
+    points = [(k + 1.0, v["conditional_acceptance"]) for k, v in calls if v["conditional_acceptance"] is not None]
     # Beyond the call that fewer than three trajectories reach the mean says little.
     most = max((k for k, v in calls if v["calls"] >= 3), default=max(k for k, _ in calls)) + 1
     points = [point for point in points if point[0] <= most]
@@ -218,9 +211,7 @@ def _by_source(report: Report) -> str:
     marks = []
     for place, (family, counts) in enumerate(sorted(families.items())):
         y = place * (bar + gap) + 6
-        marks.append(
-            f'<text x="{left - 8}" y="{y + bar / 2 + 4}" text-anchor="end">{html.escape(family[:12])}</text>'
-        )
+        marks.append(f'<text x="{left - 8}" y="{y + bar / 2 + 4}" text-anchor="end">{html.escape(family[:12])}</text>')
         x = float(left)
         total = max(1, tokens[family])
         shares = {**counts, "bonus": total - sum(counts.values())}
@@ -239,8 +230,7 @@ def _by_source(report: Report) -> str:
                     )
             x += wide
     keys = "".join(
-        f'<span class="key"><i style="background:{_SOURCE_INK[name]}"></i>{_SOURCE_TEXT[name]}</span>'
-        for name in names
+        f'<span class="key"><i style="background:{_SOURCE_INK[name]}"></i>{_SOURCE_TEXT[name]}</span>' for name in names
     )
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(marks)}</svg><div>{keys}</div>'
 

@@ -57,9 +57,7 @@ def accept(draft: Draft, following: NDArray[np.int32]) -> int:
     return accepted
 
 
-def scripted_calls(
-    calls: int = 6, seed: int = 0
-) -> list[tuple[NDArray[np.int32], list[Span], NDArray[np.int32]]]:
+def scripted_calls(calls: int = 6, seed: int = 0) -> list[tuple[NDArray[np.int32], list[Span], NDArray[np.int32]]]:
     """(prompt, spans, output) of each call of a made-up agent that reads, quotes what it read, and repeats
     itself."""
     random = np.random.default_rng(seed)
@@ -102,9 +100,7 @@ def check_proposer(make: Callable[[], Proposer], vocabulary: int = VOCABULARY) -
     first = _drive(make(), vocabulary, deferred=False)
     second = _drive(make(), vocabulary, deferred=False)
     if first != second:
-        raise ProposerError(
-            "two fresh proposers drafted differently in the same calls: drafting must be deterministic"
-        )
+        raise ProposerError("two fresh proposers drafted differently in the same calls: drafting must be deterministic")
     _drive(make(), vocabulary, deferred=True)
     _check_repeatable(make(), vocabulary)
     _check_aborts(make())
@@ -129,9 +125,7 @@ def _checked(proposer: Proposer, context: Context, limits: DraftLimits, vocabula
         raise ProposerError(f"probabilities must lie in 0..1, got {p.min()}..{p.max()}")
     inner = draft.parents >= 0
     if bool((p[inner] > p[draft.parents[inner]] + 1e-6).any()):
-        raise ProposerError(
-            "a node is accepted only if its parent is: its probability can't be the larger one"
-        )
+        raise ProposerError("a node is accepted only if its parent is: its probability can't be the larger one")
     if not np.array_equal(context.tokens, before):
         raise ProposerError("propose changed the context")
     return draft
@@ -150,9 +144,7 @@ def _drive(proposer: Proposer, vocabulary: int, deferred: bool) -> list[list[int
             while at < len(output):
                 limits = _LIMITS[len(drafts) % len(_LIMITS)]
                 left = len(output) - at - 1
-                limits = DraftLimits(
-                    limits.max_tokens, min(limits.max_depth, left), limits.tree, limits.price
-                )
+                limits = DraftLimits(limits.max_tokens, min(limits.max_depth, left), limits.tree, limits.price)
                 draft = _checked(proposer, context, limits, vocabulary)
                 if deferred:
                     proposer.learn(context)
@@ -239,6 +231,4 @@ def _check_attachments(proposer: Proposer) -> None:
     for held in (memory, memory.shared):
         for name, attachment in held.attachments.items():
             if not isinstance(getattr(attachment, "nbytes", None), int):
-                raise ProposerError(
-                    f"attachment {name!r} has no nbytes (int): it would escape the memory's budget"
-                )
+                raise ProposerError(f"attachment {name!r} has no nbytes (int): it would escape the memory's budget")

@@ -33,9 +33,7 @@ def text() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     package = Path(__file__).resolve().parents[1] / "agentspec" / "drafting" / "language.txt.gz"
     parser.add_argument("--out", type=Path, default=package)
     args = parser.parse_args()

@@ -56,16 +56,13 @@ def merged(families: Iterable[np.ndarray]) -> np.ndarray:
 def make(recordings: dict[str, list[Any]], encoder: Any, leave_out: str | None = None) -> Prior:
     kept = [family for family in recordings if family != leave_out]
     alone, shared = (
-        merged([learned(recordings[family], encoder, namespace) for family in kept])
-        for namespace in (False, True)
+        merged([learned(recordings[family], encoder, namespace) for family in kept]) for namespace in (False, True)
     )
     return Prior(alone, shared)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     package = Path(__file__).resolve().parents[1] / "agentspec" / "drafting" / "prior.npz"
     parser.add_argument("--out", type=Path, default=package)
     parser.add_argument("--leave-out", choices=traces.FAMILIES)

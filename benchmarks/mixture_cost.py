@@ -40,9 +40,7 @@ def material(tokens: int) -> tuple[list[np.ndarray], np.ndarray, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--own", type=int, default=100_000)
     parser.add_argument("--namespace", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=400)

@@ -213,9 +213,7 @@ class Arctic:
 
 def accepted(tree: Tree, following: list[int]) -> int:
     tokens, parents = tree
-    children = {
-        (parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))
-    }
+    children = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     node, count = -1, 0
     for token in following:
         found = children.get((node, token))
@@ -275,9 +273,7 @@ def speedup(row: dict[str, Any], curve: Any, macro: bool = True) -> float:
     per = {name: t / (s * curve(1.0 + d)) for name, (t, s, d) in row["shape"].items()}
     if macro:
         return float(np.mean(list(per.values())))
-    return sum(t for t, _, _ in row["shape"].values()) / sum(
-        s * curve(1.0 + d) for _, s, d in row["shape"].values()
-    )
+    return sum(t for t, _, _ in row["shape"].values()) / sum(s * curve(1.0 + d) for _, s, d in row["shape"].values())
 
 
 def first_of_task(recordings: list[Any]) -> list[Any]:
@@ -292,9 +288,7 @@ def first_of_task(recordings: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="trajectories a family")
     parser.add_argument("--widths", default="4,8,16")
     parser.add_argument("--only", default="", help="peers whose name contains one of these")

@@ -106,11 +106,7 @@ class TestFormats:
         path = tmp_path / "x.json"
         path.write_text(json.dumps(document, indent=1))
         with pytest.raises(InvalidRequestError):
-            read(
-                write(
-                    tmp_path / "only-bad.jsonl", {"resourceSpans": [{"scopeSpans": [{"spans": spans[3:]}]}]}
-                )
-            )
+            read(write(tmp_path / "only-bad.jsonl", {"resourceSpans": [{"scopeSpans": [{"spans": spans[3:]}]}]}))
         document["resourceSpans"][0]["scopeSpans"][0]["spans"] = spans[:3]
         path.write_text(json.dumps(document, indent=1))
         check_chat(read(path, problems.append))
@@ -137,9 +133,7 @@ class TestFormats:
 
     def test_malformed_lines_are_named(self, tmp_path: Path) -> None:
         problems: list[Problem] = []
-        path = write(
-            tmp_path / "x.jsonl", {"messages": CHAT}, "{broken", {"hello": 1}, "[1, 2]", {"id": 3, "steps": 4}
-        )
+        path = write(tmp_path / "x.jsonl", {"messages": CHAT}, "{broken", {"hello": 1}, "[1, 2]", {"id": 3, "steps": 4})
         check_chat(read(path, problems.append))
         assert [problem.where for problem in problems] == [
             "x.jsonl:2",
@@ -304,9 +298,7 @@ def test_a_local_run_is_predicted_exactly(tiny_engine: Any, tmp_path: Path, prop
         prompt = random.integers(5, 60, 24).tolist()
         with trajectory("t") as run:
             for _ in range(4):
-                result = engine.generate(
-                    GenerationRequest(input_ids=prompt, max_tokens=40, trajectory=run)
-                ).result()
+                result = engine.generate(GenerationRequest(input_ids=prompt, max_tokens=40, trajectory=run)).result()
                 calls.append(result.stats)
                 prompt = [*prompt, *result.token_ids, *random.integers(5, 60, 8).tolist()]
     report = replay(

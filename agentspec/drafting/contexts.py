@@ -57,7 +57,7 @@ def advance(state: Any, token: Any, classes: Any) -> Any:
     if c & NEWLINE:
         state[4] = 1
     kind = c & 7
-    if kind == PUNCTUATION or kind == SPECIAL or (c & NEWLINE) != 0:  # noqa: SIM109 (numba)
+    if kind == PUNCTUATION or kind == SPECIAL or (c & NEWLINE) != 0:
         state[3] = state[2]
         state[2] = state[1]
         state[1] = token

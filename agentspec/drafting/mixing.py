@@ -300,12 +300,7 @@ def candidates(
         f6 = F_SEEN + ago
         f7 = F_STATES + int(cand[c, OWN_STATE]) * 25 + int(cand[c, SHARED_STATE])
         f8 = F_VOTES + int(cand[c, OWN_VOTES]) * 17 + int(cand[c, SHARED_VOTES])
-        f9 = (
-            F_LANGUAGE
-            + (longest_language * 5 + int(cand[c, LANG])) * 8
-            + min(own_order, 3) * 2
-            + min(shared_order, 1)
-        )
+        f9 = F_LANGUAGE + (longest_language * 5 + int(cand[c, LANG])) * 8 + min(own_order, 3) * 2 + min(shared_order, 1)
         if keep:
             m = int(cand[c, COUNT])
             features[c, m] = f2
@@ -406,9 +401,7 @@ def _note(own: Any, before: Any, token: Any, kind: Any) -> Any:
 
 
 @kernel("void(uint32[::1], int32[::1], int64, int64, int64, int64, int64[::1], uint8[::1])")
-def ingest(
-    own: Any, tokens: Any, start: Any, end: Any, kind: Any, mask: Any, state: Any, classes: Any
-) -> Any:
+def ingest(own: Any, tokens: Any, start: Any, end: Any, kind: Any, mask: Any, state: Any, classes: Any) -> Any:
     """Insert tokens[start:end] (input: nothing to be learned from) with what stands before them."""
     history = np.empty(HISTORY, np.int64)
     hashed = np.empty(CONTEXTS, np.int64)
@@ -668,9 +661,7 @@ def propose(
 
 
 @kernel("void(int64[::1], int32[::1], int64, int64, int64, int32[:, ::1], int64, uint8[::1])")
-def follow(
-    state: Any, tokens: Any, start: Any, end: Any, most: Any, nodes: Any, drafted: Any, classes: Any
-) -> Any:
+def follow(state: Any, tokens: Any, start: Any, end: Any, most: Any, nodes: Any, drafted: Any, classes: Any) -> Any:
     """The call's state after tokens[start:end] came where nodes[:, :drafted] had been drafted.
 
     Whether the top guess came true is read off the draft; past a node that was not looked into, it counts as

@@ -101,9 +101,7 @@ class Prior:
     def save(self, path: str | Path) -> None:
         """float16, compressed."""
         with open(path, "wb") as handle:
-            np.savez_compressed(
-                handle, alone=self.alone.astype(np.float16), shared=self.shared.astype(np.float16)
-            )
+            np.savez_compressed(handle, alone=self.alone.astype(np.float16), shared=self.shared.astype(np.float16))
 
 
 class Namespace:

@@ -128,9 +128,7 @@ class Draft:
             raise ProposerError("two children of one node propose the same token")
 
 
-_EMPTY = Draft(
-    np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int8)
-)
+_EMPTY = Draft(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int8))
 
 
 @runtime_checkable

@@ -56,7 +56,9 @@ def test_break_even_ends():
     assert break_even_acceptance(1, 0.25, per="step") == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(("a", "k", "s"), [(0.2, 1, 1.09), (0.4, 2, 1.30), (0.6, 3, 1.67), (0.8, 6, 2.47), (0.9, 8, 3.40)])
+@pytest.mark.parametrize(
+    ("a", "k", "s"), [(0.2, 1, 1.09), (0.4, 2, 1.30), (0.6, 3, 1.67), (0.8, 6, 2.47), (0.9, 8, 3.40)]
+)
 def test_best_k(a, k, s):
     assert (best_k(a, 0.10)[0], round(best_k(a, 0.10)[1], 2)) == (k, s)
 

@@ -83,9 +83,7 @@ class TestTables:
         table = tables.new_table(1 << 20)
         for tag in (1, 1, 1, 2, 2, 3):
             tables.insert(table, 77, 5, 0, tag, True)
-        assert (
-            int(table[tables.lookup(table, 77) + 1]) >> 26
-        ) & 3 == 2  # a third trajectory: two more than one
+        assert (int(table[tables.lookup(table, 77) + 1]) >> 26) & 3 == 2  # a third trajectory: two more than one
 
     def test_size_is_the_budget(self) -> None:
         for nbytes in (256 * 1024, 4 << 20):
@@ -94,9 +92,7 @@ class TestTables:
             tables.new_table(1000)
 
 
-def drive(
-    proposer: MixtureProposer, calls: Any, memory: TrajectoryMemory, limits: DraftLimits = TREE
-) -> list[int]:
+def drive(proposer: MixtureProposer, calls: Any, memory: TrajectoryMemory, limits: DraftLimits = TREE) -> list[int]:
     """Accepted tokens of every step."""
     took = []
     for prompt, spans, output in calls:
@@ -176,11 +172,7 @@ def test_namespaces_do_not_leak() -> None:
     shared = {name: TrajectoryMemory(name) for name in ("a", "b")}
 
     def run(namespace: str | None, name: str) -> list[int]:
-        memory = (
-            TrajectoryMemory(name, namespace, shared=shared[namespace])
-            if namespace
-            else TrajectoryMemory(name)
-        )
+        memory = TrajectoryMemory(name, namespace, shared=shared[namespace]) if namespace else TrajectoryMemory(name)
         return drive(proposer, [(prompt, [Span(0, 30, Source.PROMPT, "user")], secret)], memory)
 
     run("a", "1")
