@@ -86,8 +86,7 @@ class _Bad(Exception):
 def read(path: str | Path, report: Callable[[Problem], None] | None = None) -> list[Recording]:
     """The trajectories in a file. `report` is called for each record that is skipped.
 
-    Raises InvalidRequestError if the file can't be read at all, or holds nothing readable.
-    """
+    Raises InvalidRequestError if the file can't be read at all, or holds nothing readable."""
     path = Path(path)
     problems: list[Problem] = []
     family = path.name.split(".")[0]
@@ -520,8 +519,7 @@ def note(request: Any, chunks: Sequence[Any], stats: Any) -> None:
     """Called by Generation when a call has ended: hand it to every open recorder. Nothing, when there is
     none.
 
-    request: GenerationRequest, chunks: its TokenChunks, stats: CallStats. Of several choices the first is
-    kept.
+    request: GenerationRequest, chunks: its TokenChunks, stats: CallStats. Of several choices the first is kept.
     """
     if not _active:
         return

@@ -1,11 +1,8 @@
 """Replay: what agentspec would have done on recorded trajectories, teacher-forced.
 
-`agentspec replay FILE...` and benchmarks use it. The recorded output stands in for the target model: each
-step
-drafts through the very memory, proposer and width policy that the engines use, and the draft is checked
-against
-what was recorded. So tokens per step and acceptance are exact for greedy decoding of the same text; speedup
-is
+`agentspec replay FILE...` and benchmarks use it. The recorded output stands in for the target model: each step
+drafts through the very memory, proposer and width policy that the engines use, and the draft is checked against
+what was recorded. So tokens per step and acceptance are exact for greedy decoding of the same text; speedup is
 predicted, from a verify-cost curve v(n). Imports memory,
 drafting and recordings; a tokenizer only for recordings
 that hold text.
@@ -63,8 +60,7 @@ class Encoder:
     """Messages to ids in ChatML, each piece encoded once: `<|im_start|>role\\ncontent<|im_end|>\\n`.
 
     tokenizer: anything with encode(text, add_special_tokens=False). Tool calls are rendered as
-    `<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>`, tool schemas in the system message.
-    """
+    `<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>`, tool schemas in the system message."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -288,8 +284,7 @@ def replay(
     make:     builds a proposer; one is made for each family
     fixed:    draft max_draft tokens at every step, whatever they cost; else the width policy decides
     shared:   a family's trajectories share a namespace
-    deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine
-    does)
+    deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine does)
     """
     started = time.perf_counter()
     proposers: dict[str, Proposer] = {}
@@ -400,8 +395,7 @@ def _count(row: CallRow, draft: Any, accepted: int, following: Int32, reliabilit
 def _oracle_steps(text: Any, start: Any, end: Any, latest: Any, before: Any, longest_chain: Any) -> Any:
     """Steps to emit text[start:end] if each copies the longest continuation of any earlier occurrence of the
     last
-    token, and one token more. latest[token], before[position]: occurrences in text[:start], kept up to
-    date."""
+    token, and one token more. latest[token], before[position]: occurrences in text[:start], kept up to date."""
     steps = 0
     at = start
     while at < end:

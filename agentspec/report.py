@@ -1,7 +1,6 @@
 """page(): a replay report as one self-contained HTML page with inline SVG. Called by replay.run.
 
-No scripts from elsewhere, no fonts, no images: it can be mailed. Imports nothing but replay's Report.
-"""
+No scripts from elsewhere, no fonts, no images: it can be mailed. Imports nothing but replay's Report."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _SOURCE_INK = {
 }  # fmt: skip
 _SOURCE_TEXT = {
     "prompt": "prompt", "tool": "tool output", "output": "this run's outputs", "current": "this output",
-    "seed": "seeds", "schema": "schemas", "shared": "earlier runs", "language": "shipped text",
+    "seed": "seeds", "schema": "schemas", "shared": "earlier runs", "language": "general text",
     "bonus": "the model itself",
 }  # fmt: skip
 _STYLE = """
@@ -33,22 +32,18 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f7fa
 main { max-width: 1120px; margin: 0 auto; padding: 28px 24px 60px; }
 h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 8px; }
 p.sub { color: #5a6878; margin: 0 0 20px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px;
-margin-bottom: 18px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-bottom: 18px; }
 .tile, .card { background: #fff; border: 1px solid #e1e6ed; border-radius: 10px; padding: 14px 16px; }
 .tile b { display: block; font-size: 26px; line-height: 1.2; } .tile span { color: #5a6878; font-size: 13px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 14px; margin-bottom:
-14px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 14px; margin-bottom: 14px; }
 .card { margin-bottom: 14px; } .grid .card { margin: 0; }
-svg { display: block; width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill:
-#5a6878; }
+svg { display: block; width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: 5a6878; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid #edf0f4; }
 th:first-child, td:first-child { text-align: left; } th { color: #5a6878; font-weight: 600; font-size: 13px; }
 .note { color: #5a6878; font-size: 13px; margin: 6px 0 0; }
 .key { display: inline-block; margin-right: 14px; font-size: 13px; }
-.key i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }
-"""
+.key i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; } """
 
 
 def page(report: Report) -> str:

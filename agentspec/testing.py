@@ -9,8 +9,7 @@ For authors of proposers, in their own tests:
 
 It drives the protocol the way engines do, over repetitive and over random text, with chains and trees,
 narrow and
-wide limits, aborted calls, two open calls of one trajectory, and a shared namespace, and raises
-ProposerError with
+wide limits, aborted calls, two open calls of one trajectory, and a shared namespace, and raises ProposerError with
 what was wrong. May import numpy, memory and drafting; no torch, no pytest.
 """
 

@@ -5,14 +5,11 @@
 Data: the trajectories of ../shared/traces (its README names their sources and licences: tau-bench, SWE-agent,
 InterCode, Reflexion, Aider, ToolBench). Each family is replayed from plain weights,
 alone and with a namespace; of
-the weights that it ends with the mean over the families is taken, each weighted by the square root of how
-much it
-has learned there (AdaGrad's sum of squares). The sums are then capped, so that the weights still move.
-Lexical
+the weights that it ends with the mean over the families is taken, each weighted by the square root of how much it
+has learned there (AdaGrad's sum of squares). The sums are then capped, so that the weights still move. Lexical
 weights, which know tokens, are not part of it: nothing of the traces' text is in the file.
 
-With --leave-out the prior knows nothing of that family: what the benchmarks use to measure it.
-"""
+With --leave-out the prior knows nothing of that family: what the benchmarks use to measure it."""
 
 from __future__ import annotations
 

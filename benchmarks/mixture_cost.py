@@ -3,10 +3,8 @@
     python benchmarks/mixture_cost.py [--own 100000] [--namespace 1000000] [--steps 400]
 
 Fills a namespace with the outputs of ../shared/traces (repeated until there are enough; made-up text without
-traces), one trajectory with a long prompt, and then drafts 16 tokens at every step of recorded outputs.
-Medians, and
-the 10th percentile (what a quiet core would give, on a busy machine). Then what that cost takes off the
-speedup at a
+traces), one trajectory with a long prompt, and then drafts 16 tokens at every step of recorded outputs. Medians, and
+the 10th percentile (what a quiet core would give, on a busy machine). Then what that cost takes off the speedup at a
 step of 6 ms and of 60 ms.
 """
 

@@ -6,8 +6,7 @@
 
 Teacher-forced over ../shared/traces (benchmarks/traces.py), greedy acceptance, one memory a family,
 trajectories
-in file order. Tokens per verify step, bonus included, all steps counted; macro is the mean over the
-families; each
+in file order. Tokens per verify step, bonus included, all steps counted; macro is the mean over the families; each
 peer at its best width on two cost curves. A peer that can't be imported is named, with how to get it:
 
     sglang      the wheel 0.5.23: NgramCorpus as NGRAMWorker drives it (as shipped: outputs only; and with the

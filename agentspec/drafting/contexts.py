@@ -14,8 +14,7 @@ a, b, c, d, e are the last tokens, a the latest.
     12      b d and the class of a
 
 The state of a call (int64[STATE]) carries what is not in the last tokens: 0 the line's first token, 1..3 the
-last punctuation tokens, 4 whether a new line begins, 5 the last four top guesses' hits (bits), 6 the role.
-"""
+last punctuation tokens, 4 whether a new line begins, 5 the last four top guesses' hits (bits), 6 the role."""
 
 from __future__ import annotations
 

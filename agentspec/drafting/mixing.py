@@ -7,15 +7,13 @@ Score of a candidate c, a sum of learned weights, one for each feature that is o
     for each context found, in each table: its state there, or that it is absent there
     and a few of the candidate as a whole: token, last token, longest orders, distance, hits, votes
 
-Probability: softmax over the candidates and an escape (none of them). The weights are learned by AdaGrad on
-the
+Probability: softmax over the candidates and an escape (none of them). The weights are learned by AdaGrad on the
 cross-entropy of every emitted token. The sum over "absent" features is the same for all candidates but for
 those that are present, so it is taken once, and a present candidate adds the difference: the work grows with
 the successors that are found, not with contexts times candidates.
 
 Tables: own (this trajectory, all tokens), shared (outputs of the namespace's earlier trajectories), language
-(a text that ships with agentspec; only the contexts of LANGUAGE). A pair is a context in a table.
-"""
+(general text; only its first contexts). A pair is a context in a table."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ MAX_CANDIDATES = 40
 MAX_NODES = 64
 SLOTS = 512  # of the hash that finds a candidate by token
 KINDS = 4
-# State of a candidate in a pair: count {1, 2, 3-4, 5+} x others {0, 1, 2-3, 4-8, 9+} x place {0, 1, 2, 3+} x
-# kind.
+# State of a candidate in a pair: count {1, 2, 3-4, 5+} x others {0, 1, 2-3, 4-8, 9+} x place {0, 1, 2, 3+} x kind.
 PRESENT = 4 * 5 * 4 * KINDS
 STRIDE = PRESENT + 16
 F_OWN = PAIRS * STRIDE
@@ -86,8 +83,7 @@ MOST = 2 * PAIRS + COMMON
 # Columns of the candidates' int32 array.
 TOKEN, COUNT, OWN, SHARED, OWN_STATE, SHARED_STATE, OWN_VOTES, SHARED_VOTES, LANG, KIND = range(10)
 COLUMNS = 10
-# Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked
-# at), kind
+# Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked at), kind
 TREE = 5
 NEGLIGIBLE = -11.0  # log of the odds against the best under which a candidate counts as impossible
 SMALL = 0.003  # gradients under this teach nothing worth the time
@@ -106,8 +102,7 @@ def candidates(
     """The candidates at one context and their probabilities, in score[:n]; n is returned.
 
     cand[n, COLUMNS], features[n, MOST] (written only if keep), index[SLOTS] all -1 before and after,
-    found[PAIRS], absent[PAIRS] (its absent feature, -1: context not found), escape[4] features.
-    """
+    found[PAIRS], absent[PAIRS] (its absent feature, -1: context not found), escape[4] features."""
     longest_own = 0
     longest_shared = 0
     longest_language = 0
@@ -527,8 +522,7 @@ def propose(
     many.
 
     Best-first by path probability, so the first n nodes are the best tree of n; n maximises
-    sum(paths[:n]) - price[n]. It stops when not even certain children could change that.
-    """
+    sum(paths[:n]) - price[n]. It stops when not even certain children could change that."""
     most = min(most, MAX_NODES)
     history = np.empty(HISTORY, np.int64)
     hashed = np.empty(CONTEXTS, np.int64)
@@ -664,8 +658,7 @@ def propose(
 def follow(state: Any, tokens: Any, start: Any, end: Any, most: Any, nodes: Any, drafted: Any, classes: Any) -> Any:
     """The call's state after tokens[start:end] came where nodes[:, :drafted] had been drafted.
 
-    Whether the top guess came true is read off the draft; past a node that was not looked into, it counts as
-    true.
+    Whether the top guess came true is read off the draft; past a node that was not looked into, it counts as true.
     """
     node = -1
     inside = True

@@ -340,7 +340,8 @@ class MixtureProposer:
     @property
     def weights_alone(self) -> NDArray[np.float32]:
         """What trajectories without a namespace have taught (a view)."""
-        return self._alone
+        weights: NDArray[np.float32] = self._alone
+        return weights
 
     def weights_of_last_namespace(self) -> NDArray[np.float32]:
         """What the namespace that was made last has taught (a view); the prior's, if there was none."""

@@ -11,8 +11,7 @@ Who calls what, for one call of a trajectory:
     proposer.end(context)                         before memory.close
 
 A proposer keeps what it learned about a trajectory in `context.memory.attachments[proposer.name]`, so that it
-is counted in the memory's budget and dropped with it. Drafting is a deterministic function of the calls
-above:
+is counted in the memory's budget and dropped with it. Drafting is a deterministic function of the calls above:
 no clocks, no randomness (under tensor parallelism every rank drafts by itself).
 May import numpy, agentspec.memory, and its neighbours in drafting.
 """
@@ -42,8 +41,7 @@ class DraftLimits:
     max_tokens: most nodes; 0: nothing may be drafted in this step
     max_depth:  longest path (a path deeper than this could not be emitted)
     tree:       False: only a chain can be verified
-    price:      float64[max_tokens + 1], price[n] = lambda * (v(n + 1) - v(1)): expected accepted tokens that
-    a draft
+    price:      float64[max_tokens + 1], price[n] = lambda * (v(n + 1) - v(1)): expected accepted tokens that a draft
                 of n nodes has to bring to pay; price[0] = 0
     """
 
@@ -58,8 +56,7 @@ class Draft:
     """Proposed tokens: a tree (a chain is the tree in which each node hangs on the one before).
 
     tokens:        int32[n]
-    parents:       int32[n], index of the parent node, always smaller than the node's own; -1: the last
-    emitted token
+    parents:       int32[n], index of the parent node, always smaller than the node's own; -1: the last emitted token
     probabilities: float32[n], that the node is accepted (so: that its whole path is)
     sources:       int8[n], the memory's Source
     """
@@ -159,8 +156,7 @@ class MatchProposer:
     min_match, max_match: fewest and most context tokens that a match is looked for with
     max_draft:            most tokens that a draft holds, whatever the limits allow
 
-    Knows its own odds: how often copies came true, by agreement length and source (AcceptanceTable), learned
-    from
+    Knows its own odds: how often copies came true, by agreement length and source (AcceptanceTable), learned from
     every token that comes, drafted or not. One table serves all trajectories of the proposer's owner.
     """
 
@@ -239,11 +235,9 @@ class _Candidate:
 def make_proposer(name: str | Proposer, tokenizer: Any = None, **settings: Any) -> Proposer:
     """A proposer by name, with its settings; a Proposer passes through.
 
-    tokenizer: the target's tokenizer, for proposers that look at what a token is (transformers' interface);
-    such
+    tokenizer: the target's tokenizer, for proposers that look at what a token is (transformers' interface); such
     a proposer drafts without one too, only less well. Others ignore it.
-    Other names are looked up among the installed entry points of the group `agentspec.proposers`; one is
-    called
+    Other names are looked up among the installed entry points of the group `agentspec.proposers`; one is called
     as factory(tokenizer=..., **settings). Raises InvalidRequestError for names that nobody knows.
     """
     if not isinstance(name, str):

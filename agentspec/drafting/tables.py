@@ -17,8 +17,7 @@ A wide line's head: check 16 bits | stamp 16
 A context is found by 32 bits of hash: the upper ones choose the bucket, the lower 12 are the check, so one
 lookup of an absent context in a thousand finds another's entry; that costs a little acceptance and never
 correctness. A new context takes the place of the bucket's least useful entry: few occurrences, long ago.
-When a total or a count reaches its bound all counts of the entry are halved: recent behaviour wins.
-"""
+When a total or a count reaches its bound all counts of the entry are halved: recent behaviour wins."""
 
 from __future__ import annotations
 

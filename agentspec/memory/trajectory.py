@@ -57,7 +57,7 @@ class Source(enum.IntEnum):
     """Where a token in the memory came from. CURRENT is a call's own output while the call is open.
 
     No memory holds tokens of the last two; a draft may come from them: SHARED, what other trajectories of the
-    namespace put out, and LANGUAGE, a text that ships with agentspec.
+    namespace put out, and LANGUAGE, what English and code look like in general (the standard library's text).
     """
 
     PROMPT = 0
