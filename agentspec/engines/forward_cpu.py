@@ -24,6 +24,7 @@ from torch import nn
 
 from agentspec.engines import kernels
 from agentspec.engines.forward import Forward, KVCache, StockForward, check_rows, paths_of
+from agentspec.engines.team import Team, torch_team
 from agentspec.errors import EngineError
 
 __all__ = ["NotPackable", "PackedForward"]
@@ -81,7 +82,8 @@ class BlockedCache(KVCache):
         blocks = max(needed, self._blocks, held + held // 2)
         # Zeros, because slots not yet written are read, times a weight of 0; untouched pages cost no memory.
         keys = np.zeros((blocks, heads, key_dim, kernels.BLOCK), np.float32)
-        values = np.zeros((blocks, heads, kernels.BLOCK, value_dim), np.float32)
+        width = -(-value_dim // kernels.VALUE_STEP) * kernels.VALUE_STEP
+        values = np.zeros((blocks, heads, kernels.BLOCK, width), np.float32)
         if pair is not None:
             keys[:held], values[:held] = pair
         self._layers[layer] = keys, values
@@ -95,6 +97,7 @@ class _Step(threading.local):
     paths: np.ndarray = _NO_PATHS
     depths: np.ndarray = _NO_PATHS
     windows: Sequence[int] = ()
+    team: Team | None = None
 
 
 _step = _Step()
@@ -116,7 +119,7 @@ def _attention(
             raise NotPackable(f"its attention uses {name}")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotPackable("its attention mixes keys of several sequences or layers")
-    if query.shape[1] % key.shape[1] or query.shape[3] % 4 or query.dtype != torch.float32:
+    if query.shape[1] % key.shape[1] or query.dtype != torch.float32:
         raise NotPackable(f"its heads are of a shape the kernel doesn't take ({tuple(query.shape)}, {query.dtype})")
     layer = module.layer_idx
     scale = options.get("scaling")
@@ -148,7 +151,7 @@ def attend(
     kernels.write_slots(keys, values, key, value, start)
     out = np.empty((n, heads, value.shape[2]), np.float32)
     kernels.attend(
-        query, keys, values, out, start, _step.paths, _step.depths, window, np.float32(scale), 0, keys.shape[1]
+        query, keys, values, out, start, _step.paths, _step.depths, window, np.float32(scale), _step.team
     )
     return out
 
@@ -283,6 +286,7 @@ class PackedForward(Forward):
         else:
             _step.paths, _step.depths = paths_of(parents, n)
         _step.windows = self._windows
+        _step.team = torch_team()
         _step.cache = cache
         try:
             logits = self._logits(new, torch.from_numpy(_step.depths.astype(np.int64) + start)[None], rows)
@@ -420,7 +424,7 @@ class LeanForward(PackedForward):
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._dim = model.model.layers[0].self_attn.head_dim
-        if self._dim % 4 or self._heads % self._kv_heads:
+        if self._heads % self._kv_heads:
             raise NotPackable(f"its heads are {self._heads} and {self._kv_heads} of {self._dim}")
         self._embedding = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
@@ -460,7 +464,7 @@ class LeanForward(PackedForward):
         query = np.empty((n, self._heads, self._dim), np.float32)
         out = attended.array[:n].reshape(n, self._heads, self._dim)
         cos, sin = (part[0].numpy() for part in self._rotary(self._embedding, positions))
-        paths, depths, windows = _step.paths, _step.depths, self._windows
+        paths, depths, windows, team = _step.paths, _step.depths, self._windows, _step.team
         change: np.ndarray | None = None
         for index, layer in enumerate(self._layers):
             if change is None:
@@ -472,9 +476,7 @@ class LeanForward(PackedForward):
             kernels.rotate_heads(
                 joined, n, cos, sin, layer.query[0], layer.key[0], layer.query[1], query, keys, values, start
             )
-            kernels.attend(
-                query, keys, values, out, start, paths, depths, windows[index], layer.scale, 0, self._kv_heads
-            )
+            kernels.attend(query, keys, values, out, start, paths, depths, windows[index], layer.scale, team)
             kernels.add_norm(x, layer.out.rows(attended.tensor, n), *layer.second, hidden.array)
             kernels.gate(layer.gate_up.rows(hidden.tensor, n), n, gated.array)
             change = layer.down.rows(gated.tensor, n)

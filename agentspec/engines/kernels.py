@@ -13,7 +13,7 @@ each key once for all the query heads that share it.
 The layout, one pair of arrays per layer:
 
     keys    float32 [blocks, kv_heads, head_dim, 64]     transposed within a block: 64 scores at a time
-    values  float32 [blocks, kv_heads, 64, value_dim]
+    values  float32 [blocks, kv_heads, 64, value_dim]    value_dim filled up with zeros to a multiple of 16
 
 Slot t lies in block t // 64 at t % 64. Everything beyond the written slots is finite (zeros, or what was cropped):
 it is multiplied by a probability of exactly 0.
@@ -24,11 +24,25 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "add_norm", "attend", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
+from agentspec.engines.team import Team
+
+__all__ = ["BLOCK", "VALUE_STEP", "add_norm", "attend", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
+
+Array = NDArray[Any]
 
 BLOCK = 64
+VALUE_STEP = 16  # value_dim is a multiple of it
+SEGMENT = 4  # blocks: 256 keys
+# Multiply-adds below which waking a team costs more than it saves (a few microseconds' worth).
+_WORTH_SHARING = 200_000
+# Rows of one task. More read a block of keys less often, fewer share the work more evenly.
+_ROWS_EACH = 16
 
 # exp(x) for x <= 0, after Cephes' expf: x = k ln 2 + r, a polynomial of degree 6 in r, then the exponent bits.
 # numpy's exp is a scalar call into libm here, which costs as much as the rest of the kernel.
@@ -48,31 +62,110 @@ _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
 # "contract" lets a multiply and an add become one FMA; nothing may be reassociated, so the order written is the order
-# computed, in vector and in scalar code alike.
+# computed. What lies in a vector and what in a tail is the same for each row, as each goes through the same loops.
 _FLAGS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz"}, "error_model": "numpy"}
 
 
-@njit(**_FLAGS)
-def _scores(qa: Any, qb: Any, qc: Any, qd: Any, keys: Any, s: Any) -> None:
-    """s[0..3] = the products of four queries with the block's 64 keys, each summed over head_dim in order."""
-    a, b, c, e = s[0], s[1], s[2], s[3]
-    for j in range(BLOCK):
-        a[j] = _ZERO
-        b[j] = _ZERO
-        c[j] = _ZERO
-        e[j] = _ZERO
-    for d in range(0, qa.shape[0], 4):
-        a0, a1, a2, a3 = qa[d], qa[d + 1], qa[d + 2], qa[d + 3]
-        b0, b1, b2, b3 = qb[d], qb[d + 1], qb[d + 2], qb[d + 3]
-        c0, c1, c2, c3 = qc[d], qc[d + 1], qc[d + 2], qc[d + 3]
-        e0, e1, e2, e3 = qd[d], qd[d + 1], qd[d + 2], qd[d + 3]
-        k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
-        for j in range(BLOCK):
-            x0, x1, x2, x3 = k0[j], k1[j], k2[j], k3[j]
-            a[j] = (((a[j] + a0 * x0) + a1 * x1) + a2 * x2) + a3 * x3
-            b[j] = (((b[j] + b0 * x0) + b1 * x1) + b2 * x2) + b3 * x3
-            c[j] = (((c[j] + c0 * x0) + c1 * x1) + c2 * x2) + c3 * x3
-            e[j] = (((e[j] + e0 * x0) + e1 * x1) + e2 * x2) + e3 * x3
+_LANES = 8  # floats of the vectors below: one AVX2 register; wider machines have two units of that width
+_F32, _I64 = ir.FloatType(), ir.IntType(64)
+_VECTOR = ir.VectorType(_F32, _LANES)
+
+
+def _at(builder: Any, address: Any, kind: Any, *indexes: Any) -> Any:
+    """The pointer to `kind` at an address plus a number of floats, the sum of `indexes`."""
+    for index in indexes:
+        address = builder.add(address, builder.mul(index, ir.Constant(_I64, 4)))
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _splat(builder: Any, pointer: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), ir.Constant(ir.IntType(32), 0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
+
+
+def _multiply_add(builder: Any, sums: Any, factors: Any, vectors: Any) -> None:
+    """sums[r][v] += factors[r] * vectors[v]: one FMA each, in registers (LLVM promotes what is allocated here)."""
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+    for row, factor in zip(sums, factors, strict=True):
+        for slot, vector in zip(row, vectors, strict=True):
+            builder.store(builder.call(fma, [factor, vector, builder.load(slot)]), slot)
+
+
+@intrinsic
+def _scores(typing_context: Any, q0: Any, q1: Any, q2: Any, q3: Any, keys: Any, s: Any, head_dim: Any) -> Any:
+    """s[0..3] = the products of four queries with the block's 64 keys, each summed over head_dim in order.
+
+    Addresses of: four queries float32 [head_dim], keys float32 [head_dim, 64], s float32 [4, 64].
+    Written in LLVM's terms because four rows by sixteen keys stay in registers over the whole of head_dim: over twice
+    as fast as what comes of loops over arrays.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *queries, keys, s, head_dim = args
+        for begin in range(0, BLOCK, 2 * _LANES):
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(2)] for _ in range(4)]
+            for row in sums:
+                for slot in row:
+                    builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+            with cgutils.for_range(builder, head_dim) as loop:
+                place = builder.mul(loop.index, ir.Constant(_I64, BLOCK))
+                vectors = [
+                    builder.load(_at(builder, keys, _VECTOR, place, ir.Constant(_I64, begin + v * _LANES)), align=4)
+                    for v in range(2)
+                ]
+                _multiply_add(
+                    builder, sums, [_splat(builder, _at(builder, q, _F32, loop.index)) for q in queries], vectors
+                )
+            for r, row in enumerate(sums):
+                for v, slot in enumerate(row):
+                    target = _at(builder, s, _VECTOR, ir.Constant(_I64, r * BLOCK + begin + v * _LANES))
+                    builder.store(builder.load(slot), target, align=4)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(i, i, i, i, i, i, i), generate
+
+
+@intrinsic
+def _accumulate(
+    typing_context: Any, s: Any, values: Any, o0: Any, o1: Any, o2: Any, o3: Any, factors: Any, width: Any
+) -> Any:
+    """out = out * factor + weights @ values for four rows, each summed over the block's 64 keys in order.
+
+    Addresses of: s float32 [4, 64], values float32 [64, width], four rows float32 [width], factors float32 [4].
+    width is a multiple of 16.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        s, values, *outs, factors, width = args
+        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_I64, 2 * _LANES))) as groups:
+            begin = builder.mul(groups.index, ir.Constant(_I64, 2 * _LANES))
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(2)] for _ in range(4)]
+            for r, (row, out) in enumerate(zip(sums, outs, strict=True)):
+                factor = _splat(builder, _at(builder, factors, _F32, ir.Constant(_I64, r)))
+                for v, slot in enumerate(row):
+                    old = builder.load(_at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES)), align=4)
+                    builder.store(builder.fmul(old, factor), slot)
+            with cgutils.for_range(builder, ir.Constant(_I64, BLOCK)) as loop:
+                place = builder.add(builder.mul(loop.index, width), begin)
+                vectors = [
+                    builder.load(_at(builder, values, _VECTOR, place, ir.Constant(_I64, v * _LANES)), align=4)
+                    for v in range(2)
+                ]
+                weights = [
+                    _splat(builder, _at(builder, s, _F32, loop.index, ir.Constant(_I64, r * BLOCK))) for r in range(4)
+                ]
+                _multiply_add(builder, sums, weights, vectors)
+            for row, out in zip(sums, outs, strict=True):
+                for v, slot in enumerate(row):
+                    target = _at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES))
+                    builder.store(builder.load(slot), target, align=4)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(i, i, i, i, i, i, i, i), generate
 
 
 @njit(**_FLAGS)
@@ -104,9 +197,10 @@ def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any,
         t[j] = max(s[j], s[j + 32])
     for j in range(16):
         t[j] = max(t[j], t[j + 16])
-    m = maximum
-    for j in range(16):
-        m = max(m, t[j])
+    for j in range(8):
+        t[j] = max(t[j], t[j + 8])
+    m = max(max(max(t[0], t[4]), max(t[1], t[5])), max(max(t[2], t[6]), max(t[3], t[7])))
+    m = max(m, maximum)
     for j in range(BLOCK):
         s[j] = s[j] - m
     _exp(s, bits, power)
@@ -123,31 +217,6 @@ def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any,
         t[j] = t[j] + t[j + 8]
     total = ((t[0] + t[4]) + (t[1] + t[5])) + ((t[2] + t[6]) + (t[3] + t[7]))
     return m, total
-
-
-@njit(**_FLAGS)
-def _accumulate(s: Any, values: Any, oa: Any, ob: Any, oc: Any, od: Any, factors: Any) -> None:
-    """out = out * factor + weights @ values for four rows, each summed over the block's 64 keys in order."""
-    a, b, c, e = s[0], s[1], s[2], s[3]
-    fa, fb, fc, fd = factors[0], factors[1], factors[2], factors[3]
-    width = oa.shape[0]
-    for d in range(width):
-        oa[d] = oa[d] * fa
-        ob[d] = ob[d] * fb
-        oc[d] = oc[d] * fc
-        od[d] = od[d] * fd
-    for j in range(0, BLOCK, 4):
-        a0, a1, a2, a3 = a[j], a[j + 1], a[j + 2], a[j + 3]
-        b0, b1, b2, b3 = b[j], b[j + 1], b[j + 2], b[j + 3]
-        c0, c1, c2, c3 = c[j], c[j + 1], c[j + 2], c[j + 3]
-        e0, e1, e2, e3 = e[j], e[j + 1], e[j + 2], e[j + 3]
-        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
-        for d in range(width):
-            x0, x1, x2, x3 = v0[d], v1[d], v2[d], v3[d]
-            oa[d] = (((oa[d] + a0 * x0) + a1 * x1) + a2 * x2) + a3 * x3
-            ob[d] = (((ob[d] + b0 * x0) + b1 * x1) + b2 * x2) + b3 * x3
-            oc[d] = (((oc[d] + c0 * x0) + c1 * x1) + c2 * x2) + c3 * x3
-            od[d] = (((od[d] + e0 * x0) + e1 * x1) + e2 * x2) + e3 * x3
 
 
 @njit(**_FLAGS)
@@ -194,31 +263,27 @@ def _gather(
 
 
 @njit(**_FLAGS)
-def attend(
-    query: Any, keys: Any, values: Any, out: Any, start: int, paths: Any, depths: Any, window: int, scale: Any,
-    first_head: int, last_head: int,
-) -> None:  # fmt: skip
-    """out[i] = softmax(scale * query[i] . keys) values, over the logical positions that row i may see.
+def _address(array: Any) -> int:
+    return np.int64(array.ctypes.data)
 
-    query:   float32 [rows, heads, head_dim], head_dim a multiple of 4; the heads of one kv head are neighbours
-    out:     float32 [rows, heads, value_dim], written for the kv heads first_head to last_head - 1
-    start:   tokens in the cache before these rows, whose keys and values are already written at slots start + row
-    paths:   int32 [rows, rows]: paths[i, :depths[i] + 1] are the rows on the way to row i, itself last.
-             [0, 0] for a chain, where row i follows row i - 1
-    depths:  int32 [rows]: row i's position is start + depths[i]
-    window:  the row sees the last `window` positions, itself included; 0: all
-    scale:   float32
+
+@njit(**_FLAGS)
+def _segment(
+    query: Any, keys: Any, values: Any, head: int, first_row: int, last_row: int, first_block: int, last_block: int,
+    start: int, paths: Any, depths: Any, window: int, scale: Any, maxima: Any, sums: Any, acc: Any,
+) -> None:  # fmt: skip
+    """The unnormalised attention of some rows over some blocks, for the query heads of one kv head.
+
+    Written for r = (row - first_row) * group + query head: the scores' maximum, the sum of exp(score - maximum), and
+    that sum weighted by the values, acc float32 [at least 4 more than needed, value_dim].
     """
-    rows, _, head_dim = query.shape
+    head_dim = query.shape[2]
     group = query.shape[1] // keys.shape[1]
     value_dim = values.shape[3]
-    total = rows * group
+    total = (last_row - first_row) * group
     tree = paths.shape[0] > 0
     # Rows go through the kernels by four; total..total + 3 stand in where fewer are left.
     q = np.zeros((total + 4, head_dim), np.float32)
-    acc = np.empty((total + 4, value_dim), np.float32)
-    maxima = np.empty(total, np.float32)
-    sums = np.empty(total, np.float32)
     s = np.empty((4, BLOCK), np.float32)
     factors = np.empty(4, np.float32)
     tile = np.empty(4, np.int64)
@@ -227,63 +292,243 @@ def attend(
     t = np.empty(32, np.float32)
     row_keys = np.empty((head_dim, BLOCK) if tree else (0, 0), np.float32)
     row_values = np.empty((BLOCK, value_dim) if tree else (0, 0), np.float32)
-    deepest = 0
-    for i in range(rows):
-        deepest = max(deepest, depths[i])
-    blocks = (start + deepest) // BLOCK + 1
-    shared = start // BLOCK if tree else blocks  # the blocks before it hold the same keys for every row
-    for head in range(first_head, last_head):
+    at_q, at_s, at_acc, at_factors = _address(q), _address(s), _address(acc), _address(factors)
+    q_step, acc_step = 4 * head_dim, 4 * value_dim
+    for r in range(total):
+        maxima[r] = _MASKED
+        sums[r] = _ZERO
+        for d in range(head_dim):
+            q[r, d] = query[first_row + r // group, head * group + r % group, d] * scale
+    for r in range(total + 4):
+        for d in range(value_dim):
+            acc[r, d] = _ZERO
+    shared = start // BLOCK if tree else last_block  # the blocks before it hold the same keys for every row
+    for block in range(first_block, last_block):
+        base = block * BLOCK
+        # In a shared block any four rows make a tile; beyond it the heads of one row do, as its keys are its own.
+        span = total if block < shared else group
+        for begin in range(0, total, span):
+            if block >= shared:
+                i = first_row + begin // group
+                if start + depths[i] < base or (window > 0 and start + depths[i] - window >= base + BLOCK - 1):
+                    continue
+                _gather(keys, values, head, base, start, paths[i], depths[i], row_keys, row_values)
+                at_keys, at_values = _address(row_keys), _address(row_values)
+            else:
+                at_keys, at_values = _address(keys[block, head]), _address(values[block, head])
+            for r in range(begin, begin + span, 4):
+                seen = False
+                for c in range(4):
+                    tile[c] = r + c if r + c < begin + span else total + c
+                    if tile[c] < total:
+                        position = start + depths[first_row + tile[c] // group]
+                        seen = seen or (position >= base and (window == 0 or position - window < base + BLOCK - 1))
+                if not seen:
+                    continue
+                _scores(
+                    at_q + tile[0] * q_step, at_q + tile[1] * q_step, at_q + tile[2] * q_step, at_q + tile[3] * q_step,
+                    at_keys, at_s, head_dim,
+                )  # fmt: skip
+                for c in range(4):
+                    first, last = 0, 0
+                    if tile[c] < total:
+                        position = start + depths[first_row + tile[c] // group]
+                        last = min(BLOCK, position + 1 - base)
+                        if window > 0:
+                            first = max(0, position - window + 1 - base)
+                    if first >= last:
+                        # The others see this block, it doesn't: weights 0 and factor 1 change no bit of it.
+                        for j in range(BLOCK):
+                            s[c, j] = _ZERO
+                        factors[c] = _ONE
+                    else:
+                        m, block_sum = _weights(s[c], first, last, maxima[tile[c]], bits, power, t)
+                        factors[c] = np.exp(maxima[tile[c]] - m)
+                        maxima[tile[c]] = m
+                        sums[tile[c]] = sums[tile[c]] * factors[c] + block_sum
+                _accumulate(
+                    at_s, at_values, at_acc + tile[0] * acc_step, at_acc + tile[1] * acc_step,
+                    at_acc + tile[2] * acc_step, at_acc + tile[3] * acc_step, at_factors, value_dim,
+                )  # fmt: skip
+
+
+@njit(**_FLAGS)
+def _fold(maxima: Any, sums: Any, acc: Any, r: int, next_maximum: Any, next_sum: Any, next_acc: Any) -> None:
+    """Add the next segment's part of a row to what the row has of the segments before it."""
+    m = max(maxima[r], next_maximum)
+    old, new = np.exp(maxima[r] - m), np.exp(next_maximum - m)
+    maxima[r] = m
+    sums[r] = sums[r] * old + next_sum * new
+    for d in range(acc.shape[1]):
+        acc[r, d] = acc[r, d] * old + next_acc[d] * new
+
+
+@njit(**_FLAGS)
+def _task(
+    number: int, plan: Any, query: Any, keys: Any, values: Any, out: Any, paths: Any, depths: Any, scale: Any,
+    part_maxima: Any, part_sums: Any, part_acc: Any,
+) -> None:  # fmt: skip
+    """One piece of `attend`'s work: by `plan` one head's segment for all rows, or all segments for some rows."""
+    start, window, segments, first_segment, blocks = plan[0], plan[1], plan[2], plan[3], plan[4]
+    rows = query.shape[0]
+    if part_acc.shape[0] > 0:
+        head, part = number // segments, number % segments
+        first_block = (first_segment + part) * SEGMENT
+        _segment(
+            query, keys, values, head, 0, rows, first_block, min(first_block + SEGMENT, blocks), start, paths, depths,
+            window, scale, part_maxima[part, head], part_sums[part, head], part_acc[part, head],
+        )  # fmt: skip
+        return
+    groups, rows_each = plan[5], plan[6]
+    group = query.shape[1] // keys.shape[1]
+    head = number // groups
+    first_row = number % groups * rows_each
+    last_row = min(first_row + rows_each, rows)
+    total = (last_row - first_row) * group
+    acc = np.empty((total + 4, values.shape[3]), np.float32)
+    maxima, sums = np.empty(total, np.float32), np.empty(total, np.float32)
+    next_acc = np.empty((total + 4, values.shape[3]), np.float32)
+    next_maxima, next_sums = np.empty(total, np.float32), np.empty(total, np.float32)
+    for part in range(segments):
+        first_block = (first_segment + part) * SEGMENT
+        last_block = min(first_block + SEGMENT, blocks)
+        if part == 0:
+            _segment(
+                query, keys, values, head, first_row, last_row, first_block, last_block, start, paths, depths,
+                window, scale, maxima, sums, acc,
+            )  # fmt: skip
+            continue
+        _segment(
+            query, keys, values, head, first_row, last_row, first_block, last_block, start, paths, depths,
+            window, scale, next_maxima, next_sums, next_acc,
+        )  # fmt: skip
         for r in range(total):
-            maxima[r] = _MASKED
-            sums[r] = _ZERO
-            for d in range(head_dim):
-                q[r, d] = query[r // group, head * group + r % group, d] * scale
-        acc[:] = _ZERO
-        for block in range(blocks):
-            base = block * BLOCK
-            # In a shared block any four rows make a tile; beyond it the heads of one row do, as its keys are its own.
-            span = total if block < shared else group
-            for begin in range(0, total, span):
-                if block >= shared:
-                    i = begin // group
-                    if start + depths[i] < base or (window > 0 and start + depths[i] - window >= base + BLOCK - 1):
-                        continue
-                    _gather(keys, values, head, base, start, paths[i], depths[i], row_keys, row_values)
-                    block_keys, block_values = row_keys, row_values
-                else:
-                    block_keys, block_values = keys[block, head], values[block, head]
-                for r in range(begin, begin + span, 4):
-                    seen = False
-                    for c in range(4):
-                        tile[c] = r + c if r + c < begin + span else total + c
-                        if tile[c] < total:
-                            position = start + depths[tile[c] // group]
-                            seen = seen or (position >= base and (window == 0 or position - window < base + BLOCK - 1))
-                    if not seen:
-                        continue
-                    _scores(q[tile[0]], q[tile[1]], q[tile[2]], q[tile[3]], block_keys, s)
-                    for c in range(4):
-                        first, last = 0, 0
-                        if tile[c] < total:
-                            position = start + depths[tile[c] // group]
-                            last = min(BLOCK, position + 1 - base)
-                            if window > 0:
-                                first = max(0, position - window + 1 - base)
-                        if first >= last:
-                            # The others see this block, it doesn't: weights 0 and factor 1 change no bit of it.
-                            for j in range(BLOCK):
-                                s[c, j] = _ZERO
-                            factors[c] = _ONE
-                        else:
-                            m, block_sum = _weights(s[c], first, last, maxima[tile[c]], bits, power, t)
-                            factors[c] = np.exp(maxima[tile[c]] - m)
-                            maxima[tile[c]] = m
-                            sums[tile[c]] = sums[tile[c]] * factors[c] + block_sum
-                    _accumulate(s, block_values, acc[tile[0]], acc[tile[1]], acc[tile[2]], acc[tile[3]], factors)
-        for r in range(total):
+            _fold(maxima, sums, acc, r, next_maxima[r], next_sums[r], next_acc[r])
+    for r in range(total):
+        inverse = _ONE / sums[r]
+        for d in range(out.shape[2]):
+            out[first_row + r // group, head * group + r % group, d] = acc[r, d] * inverse
+
+
+@njit(**_FLAGS)
+def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, part_acc: Any) -> None:
+    """Fold the segments that tasks have left, in their order."""
+    group = query.shape[1] // keys.shape[1]
+    for head in range(keys.shape[1]):
+        maxima, sums, acc = part_maxima[0, head], part_sums[0, head], part_acc[0, head]
+        for r in range(query.shape[0] * group):
+            for part in range(1, part_acc.shape[0]):
+                _fold(maxima, sums, acc, r, part_maxima[part, head, r], part_sums[part, head, r], part_acc[part, head, r])
             inverse = _ONE / sums[r]
-            for d in range(value_dim):
+            for d in range(out.shape[2]):
                 out[r // group, head * group + r % group, d] = acc[r, d] * inverse
+
+
+@njit(**_FLAGS)
+def _run_all(
+    tasks: int, plan: Any, query: Any, keys: Any, values: Any, out: Any, paths: Any, depths: Any, scale: Any,
+    part_maxima: Any, part_sums: Any, part_acc: Any,
+) -> None:  # fmt: skip
+    for number in range(tasks):
+        _task(number, plan, query, keys, values, out, paths, depths, scale, part_maxima, part_sums, part_acc)
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An integer as the pointer that it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _take(typing_context: Any, address: Any) -> Any:
+    """Add 1 to the int64 at an address, atomically; returns what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        where = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", where, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+def _worker(packet: Any) -> None:
+    """What each thread of a team runs: tasks off a shared counter until there are none left. See `_packet`."""
+    p = carray(packet, 32, np.int64)
+    rows, heads, head_dim, value_dim, kv_heads, blocks, paths, segments = p[11], p[12], p[13], p[14], p[15], p[16], p[17], p[18]
+    plan = carray(_pointer(p[1]), 8, np.int64)
+    query = carray(_pointer(p[2]), (rows, heads, head_dim), np.float32)
+    keys = carray(_pointer(p[3]), (blocks, kv_heads, head_dim, BLOCK), np.float32)
+    values = carray(_pointer(p[4]), (blocks, kv_heads, BLOCK, value_dim), np.float32)
+    out = carray(_pointer(p[5]), (rows, heads, p[19]), np.float32)
+    path = carray(_pointer(p[6]), (paths, paths), np.int32)
+    depths = carray(_pointer(p[7]), rows, np.int32)
+    total = rows * (heads // kv_heads)
+    part_maxima = carray(_pointer(p[8]), (segments, kv_heads, total), np.float32)
+    part_sums = carray(_pointer(p[9]), (segments, kv_heads, total), np.float32)
+    part_acc = carray(_pointer(p[10]), (segments, kv_heads, total + 4, value_dim), np.float32)
+    scale = carray(_pointer(p[20]), 1, np.float32)[0]
+    while True:
+        number = _take(p[21])
+        if number >= p[0]:
+            break
+        _task(number, plan, query, keys, values, out, path, depths, scale, part_maxima, part_sums, part_acc)
+
+
+def attend(
+    query: Array, keys: Array, values: Array, out: Array, start: int, paths: Array, depths: Array, window: int,
+    scale: Any, team: Team | None = None,
+) -> None:  # fmt: skip
+    """out[i] = softmax(scale * query[i] . keys) values, over the logical positions that row i may see.
+
+    query:   float32 [rows, heads, head_dim]; the heads of one kv head are neighbours
+    out:     float32 [rows, heads, the values' own width], written. All arrays are contiguous
+    start:   tokens in the cache before these rows, whose keys and values are already written at slots start + row
+    paths:   int32 [rows, rows]: paths[i, :depths[i] + 1] are the rows on the way to row i, itself last.
+             [0, 0] for a chain, where row i follows row i - 1
+    depths:  int32 [rows]: row i's position is start + depths[i]
+    window:  the row sees the last `window` positions, itself included; 0: all
+    team:    threads to share the work with; None: this one does it alone. The bits are the same
+
+    A row's keys are folded segment by segment, so that threads can share even a single row's.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    last = start + int(depths.max())
+    blocks = last // BLOCK + 1
+    first_segment = max(0, start - window + 1) // (BLOCK * SEGMENT) if window else 0
+    segments = -(-blocks // SEGMENT) - first_segment
+    total = rows * (heads // kv_heads)
+    threads = team.threads if team is not None else 1
+    if total * kv_heads * (last + 1) * head_dim < _WORTH_SHARING:
+        threads = 1
+    split = threads > 1 and rows <= _ROWS_EACH and segments > 1
+    rows_each = max(1, min(_ROWS_EACH, -(-rows * kv_heads // (4 * threads)))) if threads > 1 else rows
+    groups = -(-rows // rows_each)
+    tasks = kv_heads * (segments if split else groups)
+    plan = np.array([start, window, segments, first_segment, blocks, groups, rows_each, 0], np.int64)
+    parts = segments if split else 0
+    part_maxima = np.empty((parts, kv_heads, total), np.float32)
+    part_sums = np.empty((parts, kv_heads, total), np.float32)
+    part_acc = np.empty((parts, kv_heads, total + 4, value_dim), np.float32)
+    if threads == 1 or tasks == 1:
+        _run_all(tasks, plan, query, keys, values, out, paths, depths, scale, part_maxima, part_sums, part_acc)
+    else:
+        assert team is not None
+        counter = np.zeros(1, np.int64)
+        factor = np.array([scale], np.float32)
+        arrays = (plan, query, keys, values, out, paths, depths, part_maxima, part_sums, part_acc)
+        packet = np.array(
+            [tasks, *(a.ctypes.data for a in arrays), rows, heads, head_dim, value_dim, kv_heads, keys.shape[0],
+             paths.shape[0], parts, out.shape[2], factor.ctypes.data, counter.ctypes.data, *([0] * 10)],
+            np.int64,
+        )  # fmt: skip
+        team.run(_worker.address, packet.ctypes.data)
+    if split:
+        _join(query, keys, out, part_maxima, part_sums, part_acc)
 
 
 @njit(**_FLAGS)
