@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -95,6 +96,9 @@ class Forward(ABC):
             return stock
         parameter = next(model.parameters())
         if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
+            return stock
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+            stock.description += " (not packed: NUMBA_DISABLE_JIT is set)"
             return stock
         from agentspec.engines.forward_cpu import LeanForward, NotPackable, PackedForward
 

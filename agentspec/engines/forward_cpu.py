@@ -1,7 +1,7 @@
 """PackedForward: the CPU's forward in float32, near what memory bandwidth allows, and row-invariant.
 
     linears     weights packed once for oneDNN (a stock torch linear repacks them at every step with n > 1)
-    attention   kernels.attend over a blocked cache
+    attention   kernels.Attention over a blocked cache
     the rest    the model's own modules, which work row by row
 
 Built by Forward.load only, which serves with the stock path where this raises NotPackable. Imports torch and, lazily,
@@ -24,7 +24,7 @@ from torch import nn
 
 from agentspec.engines import kernels
 from agentspec.engines.forward import Forward, KVCache, StockForward, check_rows, paths_of
-from agentspec.engines.team import Team, torch_team
+from agentspec.engines.team import torch_team
 from agentspec.errors import EngineError
 
 __all__ = ["NotPackable", "PackedForward"]
@@ -94,10 +94,8 @@ class _Step(threading.local):
     """The step that runs on this thread: how transformers' attention modules find the cache. Set by PackedForward."""
 
     cache: BlockedCache | None = None
-    paths: np.ndarray = _NO_PATHS
-    depths: np.ndarray = _NO_PATHS
+    attention: kernels.Attention | None = None
     windows: Sequence[int] = ()
-    team: Team | None = None
 
 
 _step = _Step()
@@ -150,9 +148,8 @@ def attend(
     keys, values = cache.arrays(layer, start + n, key.shape[1], key.shape[2], value.shape[2])
     kernels.write_slots(keys, values, key, value, start)
     out = np.empty((n, heads, value.shape[2]), np.float32)
-    kernels.attend(
-        query, keys, values, out, start, _step.paths, _step.depths, window, np.float32(scale), _step.team
-    )
+    assert _step.attention is not None
+    _step.attention(query, keys, values, out, window, np.float32(scale))
     return out
 
 
@@ -282,16 +279,16 @@ class PackedForward(Forward):
         n = len(new)
         start = cache.length
         if parents is None:
-            _step.paths, _step.depths = _NO_PATHS, np.arange(n, dtype=np.int32)
+            paths, depths = _NO_PATHS, np.arange(n, dtype=np.int32)
         else:
-            _step.paths, _step.depths = paths_of(parents, n)
+            paths, depths = paths_of(parents, n)
         _step.windows = self._windows
-        _step.team = torch_team()
+        _step.attention = kernels.Attention(start, paths, depths, torch_team())
         _step.cache = cache
         try:
-            logits = self._logits(new, torch.from_numpy(_step.depths.astype(np.int64) + start)[None], rows)
+            logits = self._logits(new, torch.from_numpy(depths.astype(np.int64) + start)[None], rows)
         finally:
-            _step.cache = None
+            _step.cache = _step.attention = None
         cache.step_start = start
         cache.length = start + n
         cache.tree = parents is not None
@@ -453,7 +450,7 @@ class LeanForward(PackedForward):
 
     def _logits(self, ids: np.ndarray, positions: torch.Tensor, rows: int) -> torch.Tensor:
         cache = _step.cache
-        assert cache is not None
+        assert cache is not None and _step.attention is not None
         n, start = len(ids), cache.length
         # Eight rows are the most that a linear may want at least; what lies beyond n are zeros.
         space = max(n, 8)
@@ -463,8 +460,8 @@ class LeanForward(PackedForward):
         gated = _Space(space, self._layers[0].gate_up.out_features // 2)
         query = np.empty((n, self._heads, self._dim), np.float32)
         out = attended.array[:n].reshape(n, self._heads, self._dim)
-        cos, sin = (part[0].numpy() for part in self._rotary(self._embedding, positions))
-        paths, depths, windows, team = _step.paths, _step.depths, self._windows, _step.team
+        cos, sin = (part[0].contiguous().numpy() for part in self._rotary(self._embedding, positions))
+        attention, windows = _step.attention, self._windows
         change: np.ndarray | None = None
         for index, layer in enumerate(self._layers):
             if change is None:
@@ -476,7 +473,7 @@ class LeanForward(PackedForward):
             kernels.rotate_heads(
                 joined, n, cos, sin, layer.query[0], layer.key[0], layer.query[1], query, keys, values, start
             )
-            kernels.attend(query, keys, values, out, start, paths, depths, windows[index], layer.scale, team)
+            attention(query, keys, values, out, windows[index], layer.scale)
             kernels.add_norm(x, layer.out.rows(attended.tensor, n), *layer.second, hidden.array)
             kernels.gate(layer.gate_up.rows(hidden.tensor, n), n, gated.array)
             change = layer.down.rows(gated.tensor, n)

@@ -21,18 +21,21 @@ it is multiplied by a probability of exactly 0.
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from agentspec.engines.team import Team
+from agentspec.memory.kernels import kernel
 
-__all__ = ["BLOCK", "VALUE_STEP", "add_norm", "attend", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
+__all__ = ["BLOCK", "VALUE_STEP", "Attention", "add_norm", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
 
 Array = NDArray[Any]
 
@@ -63,7 +66,11 @@ _ZERO = np.float32(0.0)
 
 # "contract" lets a multiply and an add become one FMA; nothing may be reassociated, so the order written is the order
 # computed. What lies in a vector and what in a tail is the same for each row, as each goes through the same loops.
-_FLAGS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+_FLAGS: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+
+# The shapes that the signatures below are made of: float32 of 1 to 4 dimensions, row after row.
+_V, _M, _C, _T = "float32[::1]", "float32[:, ::1]", "float32[:, :, ::1]", "float32[:, :, :, ::1]"
+_PATHS, _DEPTHS = "int32[:, ::1]", "int32[::1]"
 
 
 _LANES = 8  # floats of the vectors below: one AVX2 register; wider machines have two units of that width
@@ -168,7 +175,7 @@ def _accumulate(
     return types.void(i, i, i, i, i, i, i, i), generate
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_V}, int32[::1], {_V})", **_FLAGS)
 def _exp(s: Any, bits: Any, power: Any) -> None:
     """exp of 64 values <= 0, in place. power is bits (int32[64]) seen as float32."""
     for j in range(BLOCK):
@@ -182,7 +189,7 @@ def _exp(s: Any, bits: Any, power: Any) -> None:
         s[j] = s[j] * power[j]
 
 
-@njit(**_FLAGS)
+@kernel(f"UniTuple(float32, 2)({_V}, int64, int64, float32, int32[::1], {_V}, {_V})", **_FLAGS)
 def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any, t: Any) -> Any:
     """Scores to weights exp(s - m) in place, 0 outside [first, last). Returns (the new running maximum m, their sum).
 
@@ -219,7 +226,7 @@ def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any,
     return m, total
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_T}, {_T}, float32[:, :, :], float32[:, :, :], int64)", **_FLAGS)
 def write_slots(keys: Any, values: Any, new_keys: Any, new_values: Any, start: int) -> None:
     """Write float32 [rows, kv_heads, dim] keys and values to the slots from `start` on."""
     for i in range(new_keys.shape[0]):
@@ -231,7 +238,7 @@ def write_slots(keys: Any, values: Any, new_keys: Any, new_values: Any, start: i
                 values[block, head, j, d] = new_values[i, head, d]
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_T}, {_T}, int64, int64[::1])", **_FLAGS)
 def move_slots(keys: Any, values: Any, start: int, rows: Any) -> None:
     """Copy slot start + rows[i] to start + i for each i in order; rows ascend, so nothing is lost on the way."""
     for i in range(rows.shape[0]):
@@ -241,7 +248,7 @@ def move_slots(keys: Any, values: Any, start: int, rows: Any) -> None:
             values[target // BLOCK, :, target % BLOCK] = values[source // BLOCK, :, source % BLOCK]
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_T}, {_T}, int64, int64, int64, int32[::1], int64, {_M}, {_M})", **_FLAGS)
 def _gather(
     keys: Any, values: Any, head: int, base: int, start: int, path: Any, depth: int, to_keys: Any, to_values: Any
 ) -> None:
@@ -262,12 +269,12 @@ def _gather(
                 to_values[j, d] = values[block, head, k, d]
 
 
-@njit(**_FLAGS)
+@kernel([f"int64({_V})", f"int64({_M})"], **_FLAGS)
 def _address(array: Any) -> int:
     return np.int64(array.ctypes.data)
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_C}, {_T}, {_T}, int64, int64, int64, int64, int64, int64, {_PATHS}, {_DEPTHS}, int64, float32, {_V}, {_V}, {_M})", **_FLAGS)
 def _segment(
     query: Any, keys: Any, values: Any, head: int, first_row: int, last_row: int, first_block: int, last_block: int,
     start: int, paths: Any, depths: Any, window: int, scale: Any, maxima: Any, sums: Any, acc: Any,
@@ -352,7 +359,7 @@ def _segment(
                 )  # fmt: skip
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_V}, {_V}, {_M}, int64, float32, float32, {_V})", **_FLAGS)
 def _fold(maxima: Any, sums: Any, acc: Any, r: int, next_maximum: Any, next_sum: Any, next_acc: Any) -> None:
     """Add the next segment's part of a row to what the row has of the segments before it."""
     m = max(maxima[r], next_maximum)
@@ -363,12 +370,12 @@ def _fold(maxima: Any, sums: Any, acc: Any, r: int, next_maximum: Any, next_sum:
         acc[r, d] = acc[r, d] * old + next_acc[d] * new
 
 
-@njit(**_FLAGS)
+@kernel(f"void(int64, int64[::1], {_C}, {_T}, {_T}, {_C}, {_PATHS}, {_DEPTHS}, float32, {_C}, {_C}, {_T})", **_FLAGS)
 def _task(
     number: int, plan: Any, query: Any, keys: Any, values: Any, out: Any, paths: Any, depths: Any, scale: Any,
     part_maxima: Any, part_sums: Any, part_acc: Any,
 ) -> None:  # fmt: skip
-    """One piece of `attend`'s work: by `plan` one head's segment for all rows, or all segments for some rows."""
+    """One piece of the work: by `plan` one head's segment for all rows, or all segments for some rows."""
     start, window, segments, first_segment, blocks = plan[0], plan[1], plan[2], plan[3], plan[4]
     rows = query.shape[0]
     if part_acc.shape[0] > 0:
@@ -410,7 +417,7 @@ def _task(
             out[first_row + r // group, head * group + r % group, d] = acc[r, d] * inverse
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_C}, {_T}, {_C}, {_C}, {_C}, {_T})", **_FLAGS)
 def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, part_acc: Any) -> None:
     """Fold the segments that tasks have left, in their order."""
     group = query.shape[1] // keys.shape[1]
@@ -422,15 +429,6 @@ def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, par
             inverse = _ONE / sums[r]
             for d in range(out.shape[2]):
                 out[r // group, head * group + r % group, d] = acc[r, d] * inverse
-
-
-@njit(**_FLAGS)
-def _run_all(
-    tasks: int, plan: Any, query: Any, keys: Any, values: Any, out: Any, paths: Any, depths: Any, scale: Any,
-    part_maxima: Any, part_sums: Any, part_acc: Any,
-) -> None:  # fmt: skip
-    for number in range(tasks):
-        _task(number, plan, query, keys, values, out, paths, depths, scale, part_maxima, part_sums, part_acc)
 
 
 @intrinsic
@@ -454,9 +452,9 @@ def _take(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+@kernel("void(CPointer(int64))", callback=True, **_FLAGS)
 def _worker(packet: Any) -> None:
-    """What each thread of a team runs: tasks off a shared counter until there are none left. See `_packet`."""
+    """What each thread of a team runs: tasks off a shared counter until there are none left."""
     p = carray(packet, 32, np.int64)
     rows, heads, head_dim, value_dim, kv_heads, blocks, paths, segments = p[11], p[12], p[13], p[14], p[15], p[16], p[17], p[18]
     plan = carray(_pointer(p[1]), 8, np.int64)
@@ -478,60 +476,105 @@ def _worker(packet: Any) -> None:
         _task(number, plan, query, keys, values, out, path, depths, scale, part_maxima, part_sums, part_acc)
 
 
-def attend(
-    query: Array, keys: Array, values: Array, out: Array, start: int, paths: Array, depths: Array, window: int,
-    scale: Any, team: Team | None = None,
-) -> None:  # fmt: skip
-    """out[i] = softmax(scale * query[i] . keys) values, over the logical positions that row i may see.
+class Attention:
+    """The attention of one step, the same for all its layers.
 
-    query:   float32 [rows, heads, head_dim]; the heads of one kv head are neighbours
-    out:     float32 [rows, heads, the values' own width], written. All arrays are contiguous
-    start:   tokens in the cache before these rows, whose keys and values are already written at slots start + row
+    start:   tokens in the cache before the step's rows, whose keys and values are written at slots start + row
+             before they are attended to
     paths:   int32 [rows, rows]: paths[i, :depths[i] + 1] are the rows on the way to row i, itself last.
              [0, 0] for a chain, where row i follows row i - 1
     depths:  int32 [rows]: row i's position is start + depths[i]
-    window:  the row sees the last `window` positions, itself included; 0: all
-    team:    threads to share the work with; None: this one does it alone. The bits are the same
-
-    A row's keys are folded segment by segment, so that threads can share even a single row's.
+    team:    threads to share the work with; None: this one does it alone. The bits are the same: a row's keys are
+             folded segment by segment in any case, so that threads can share even a single row's.
     """
-    rows, heads, head_dim = query.shape
-    kv_heads, value_dim = keys.shape[1], values.shape[3]
-    last = start + int(depths.max())
-    blocks = last // BLOCK + 1
-    first_segment = max(0, start - window + 1) // (BLOCK * SEGMENT) if window else 0
-    segments = -(-blocks // SEGMENT) - first_segment
-    total = rows * (heads // kv_heads)
-    threads = team.threads if team is not None else 1
-    if total * kv_heads * (last + 1) * head_dim < _WORTH_SHARING:
-        threads = 1
-    split = threads > 1 and rows <= _ROWS_EACH and segments > 1
-    rows_each = max(1, min(_ROWS_EACH, -(-rows * kv_heads // (4 * threads)))) if threads > 1 else rows
-    groups = -(-rows // rows_each)
-    tasks = kv_heads * (segments if split else groups)
-    plan = np.array([start, window, segments, first_segment, blocks, groups, rows_each, 0], np.int64)
-    parts = segments if split else 0
-    part_maxima = np.empty((parts, kv_heads, total), np.float32)
-    part_sums = np.empty((parts, kv_heads, total), np.float32)
-    part_acc = np.empty((parts, kv_heads, total + 4, value_dim), np.float32)
-    if threads == 1 or tasks == 1:
-        _run_all(tasks, plan, query, keys, values, out, paths, depths, scale, part_maxima, part_sums, part_acc)
-    else:
-        assert team is not None
-        counter = np.zeros(1, np.int64)
-        factor = np.array([scale], np.float32)
-        arrays = (plan, query, keys, values, out, paths, depths, part_maxima, part_sums, part_acc)
-        packet = np.array(
-            [tasks, *(a.ctypes.data for a in arrays), rows, heads, head_dim, value_dim, kv_heads, keys.shape[0],
-             paths.shape[0], parts, out.shape[2], factor.ctypes.data, counter.ctypes.data, *([0] * 10)],
-            np.int64,
-        )  # fmt: skip
-        team.run(_worker.address, packet.ctypes.data)
-    if split:
-        _join(query, keys, out, part_maxima, part_sums, part_acc)
+
+    def __init__(self, start: int, paths: Array, depths: Array, team: Team | None = None) -> None:
+        self._start, self._paths, self._depths, self._team = start, paths, depths, team
+        self._last = start + int(depths.max())
+        self._plans: dict[Any, _Plan] = {}
+
+    def __call__(self, query: Array, keys: Array, values: Array, out: Array, window: int, scale: Any) -> None:
+        """out[i] = softmax(scale * query[i] . keys) values, over the logical positions that row i may see.
+
+        query:   float32 [rows, heads, head_dim]; the heads of one kv head are neighbours
+        keys, values: the layer's cache
+        out:     float32 [rows, heads, the values' own width], written. All arrays are contiguous
+        window:  the row sees the last `window` positions, itself included; 0: all
+        scale:   float32
+        """
+        shape = (window, query.shape, keys.shape[1], values.shape[3], out.shape[2])
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plans[shape] = self._planned(*shape)
+        packet = plan.packet
+        packet[2:6] = query.ctypes.data, keys.ctypes.data, values.ctypes.data, out.ctypes.data
+        packet[16] = keys.shape[0]
+        plan.scale[0] = scale
+        plan.counter[0] = 0
+        if plan.team is None:
+            _alone(packet.ctypes.data)
+        else:
+            plan.team.run(_worker.address, packet.ctypes.data)  # type: ignore[attr-defined]
+        if len(plan.parts[2]):
+            _join(query, keys, out, *plan.parts)
+
+    def _planned(self, window: int, query: tuple[int, ...], kv_heads: int, value_dim: int, out_dim: int) -> _Plan:
+        rows, heads, head_dim = query
+        blocks = self._last // BLOCK + 1
+        first_segment = max(0, self._start - window + 1) // (BLOCK * SEGMENT) if window else 0
+        segments = -(-blocks // SEGMENT) - first_segment
+        total = rows * (heads // kv_heads)
+        team = self._team
+        if total * kv_heads * (self._last + 1 - first_segment * BLOCK * SEGMENT) * head_dim < _WORTH_SHARING:
+            team = None
+        threads = team.threads if team is not None else 1
+        split = threads > 1 and rows <= _ROWS_EACH and segments > 1
+        rows_each = max(1, min(_ROWS_EACH, -(-rows * kv_heads // (4 * threads)))) if threads > 1 else rows
+        groups = -(-rows // rows_each)
+        tasks = kv_heads * (segments if split else groups)
+        parts = segments if split else 0
+        plan = _Plan(
+            packet=np.zeros(32, np.int64),
+            numbers=np.array([self._start, window, segments, first_segment, blocks, groups, rows_each, 0], np.int64),
+            parts=(
+                np.empty((parts, kv_heads, total), np.float32),
+                np.empty((parts, kv_heads, total), np.float32),
+                np.empty((parts, kv_heads, total + 4, value_dim), np.float32),
+            ),
+            scale=np.zeros(1, np.float32),
+            counter=np.zeros(1, np.int64),
+            team=team if tasks > 1 else None,
+        )
+        plan.packet[0:2] = tasks, plan.numbers.ctypes.data
+        plan.packet[6:11] = [a.ctypes.data for a in (self._paths, self._depths, *plan.parts)]
+        plan.packet[11:16] = rows, heads, head_dim, value_dim, kv_heads
+        plan.packet[17:20] = self._paths.shape[0], parts, out_dim
+        plan.packet[20:22] = plan.scale.ctypes.data, plan.counter.ctypes.data
+        return plan
 
 
-@njit(**_FLAGS)
+@dataclass(slots=True)
+class _Plan:
+    """How one shape of attention is cut up, and what its tasks share.
+
+    packet: the numbers and addresses that `_worker` unpacks; it points into the other arrays
+    numbers: `_task`'s plan
+    parts:  what tasks leave for `_join`: maxima, sums and weighted values by segment; of no length where each task
+            does whole rows
+    """
+
+    packet: Array
+    numbers: Array
+    parts: tuple[Array, Array, Array]
+    scale: Array
+    counter: Array
+    team: Team | None
+
+
+_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_worker.address)  # type: ignore[attr-defined]
+
+
+@kernel(f"float32({_V}, float32, {_V})", **_FLAGS)
 def _inverse_rms(x: Any, epsilon: Any, lanes: Any) -> Any:
     """1 / sqrt(mean(x^2) + epsilon), summed in 64 lanes and then by halves. lanes: float32[64], scratch."""
     width = x.shape[0]
@@ -554,7 +597,7 @@ def _inverse_rms(x: Any, epsilon: Any, lanes: Any) -> Any:
     return _ONE / np.sqrt(total / np.float32(width) + epsilon)
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_M}, {_V}, float32, {_M})", **_FLAGS)
 def norm(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
     """out = RMS norm of x float32 [rows, width] times weight; out may have more rows than x."""
     lanes = np.empty(BLOCK, np.float32)
@@ -564,7 +607,7 @@ def norm(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
             out[i, d] = weight[d] * (x[i, d] * inverse)
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_M}, {_M}, {_V}, float32, {_M})", **_FLAGS)
 def add_norm(x: Any, change: Any, weight: Any, epsilon: Any, out: Any) -> None:
     """x += change, in place; then as `norm`. change may have more rows than x."""
     lanes = np.empty(BLOCK, np.float32)
@@ -576,7 +619,7 @@ def add_norm(x: Any, change: Any, weight: Any, epsilon: Any, out: Any) -> None:
             out[i, d] = weight[d] * (x[i, d] * inverse)
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_M}, int64, {_M})", **_FLAGS)
 def gate(joined: Any, rows: int, out: Any) -> None:
     """out[i] = silu(g) * u, where joined[i] is g and u one after the other, float32 [.., 2 * width]."""
     width = joined.shape[1] // 2
@@ -599,7 +642,7 @@ def gate(joined: Any, rows: int, out: Any) -> None:
                 out[i, begin + j] = s[j] * joined[i, width + begin + j]
 
 
-@njit(**_FLAGS)
+@kernel(f"void({_M}, int64, {_M}, {_M}, {_V}, {_V}, float32, {_C}, {_T}, {_T}, int64)", **_FLAGS)
 def rotate_heads(
     joined: Any, rows: int, cos: Any, sin: Any, query_weight: Any, key_weight: Any, epsilon: Any, query: Any,
     keys: Any, values: Any, start: int,

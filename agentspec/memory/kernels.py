@@ -1,7 +1,7 @@
 """kernel(): numba's njit as agentspec uses it: compiled at import, without the GIL, cached on disk, never
 silently.
 
-Used by memory and drafting. May import numba. Compiled code is kept where numba keeps it: beside the source,
+Used by memory, drafting and the embedded engine. May import numba. Compiled code is kept where numba keeps it: beside the source,
 else in the user's cache directory, else (both read-only, as in many containers) in a private directory under
 the system's temporary one, else nowhere. A compilation that takes longer than a moment says so on stderr,
 once; AGENTSPEC_QUIET=1 silences it. With NUMBA_DISABLE_JIT=1 the kernels run as the plain Python they are
@@ -10,6 +10,7 @@ written in.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -71,10 +72,12 @@ class _Progress:
 _progress = _Progress()
 
 
-def kernel(signature: Any) -> Callable[[F], F]:
+def kernel(signature: Any, *, callback: bool = False, **flags: Any) -> Callable[[F], F]:
     """Decorator: compile a plain function over arrays for `signature`, now.
 
     signature: numba's notation, as a string or a list of them. The compiled function releases the GIL.
+    callback:  a C function instead, for native code to call at its `.address`
+    flags:     more of numba's options
     """
 
     def decorate(function: F) -> F:
@@ -84,7 +87,7 @@ def kernel(signature: Any) -> Callable[[F], F]:
         done = threading.Event()
         threading.Thread(target=_progress.watch, args=(done,), daemon=True).start()
         try:
-            compiled: F = _compile(signature, function)
+            compiled: F = _compile(signature, function, callback, flags)
         finally:
             done.set()
             _progress.seconds += time.perf_counter() - started
@@ -107,7 +110,8 @@ def kernel_report() -> dict[str, Any]:
     }
 
 
-def _compile(signature: Any, function: Any) -> Any:
+def _compile(signature: Any, function: Any, callback: bool, flags: dict[str, Any]) -> Any:
+    decorator = numba.cfunc if callback else functools.partial(njit, nogil=True)
     for directory in (None, _private_directory):
         kept = config.CACHE_DIR
         try:
@@ -116,17 +120,19 @@ def _compile(signature: Any, function: Any) -> Any:
                 if not path:
                     continue
                 config.CACHE_DIR = path
-            compiled = njit(signature, nogil=True, cache=True)(function)
+            compiled = decorator(signature, cache=True, **flags)(function)
         except Exception:  # no place to cache in, or a damaged cache: try the next place, at last none
             continue
         finally:
             config.CACHE_DIR = kept
-        statistics = compiled.stats
-        _progress.from_cache += bool(sum(statistics.cache_hits.values()))
-        _progress.cache_directory = str(statistics.cache_path)
+        if callback:
+            _progress.from_cache += bool(compiled.cache_hits)
+        else:
+            _progress.from_cache += bool(sum(compiled.stats.cache_hits.values()))
+            _progress.cache_directory = str(compiled.stats.cache_path)
         return compiled
     _progress.uncached += 1
-    return njit(signature, nogil=True)(function)
+    return decorator(signature, **flags)(function)
 
 
 def _private_directory() -> str:
