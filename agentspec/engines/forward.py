@@ -201,7 +201,9 @@ class _StockCache(KVCache):
 
 def check_rows(rows: Sequence[int], n: int) -> None:
     """Raises EngineError unless rows ascend within 0..n-1."""
-    if any(b <= a for a, b in zip(rows, list(rows)[1:], strict=False)) or (len(rows) and not 0 <= rows[0] <= rows[-1] < n):
+    if any(b <= a for a, b in zip(rows, list(rows)[1:], strict=False)) or (
+        len(rows) and not 0 <= rows[0] <= rows[-1] < n
+    ):
         raise EngineError(f"keep: needed ascending rows of the last step's {n}, got {list(rows)}")
 
 
@@ -223,7 +225,9 @@ class StockForward(Forward):
         self._one_by_one = False
         known = inspect.signature(model.forward).parameters
         # transformers renamed the argument; the old name warns on each call of a release that knows the new one
-        self.cache_name = next((n for n in ("cache", "past_key_values", "cache_params") if n in known), "past_key_values")
+        self.cache_name = next(
+            (n for n in ("cache", "past_key_values", "cache_params") if n in known), "past_key_values"
+        )
         self._slices_logits = "logits_to_keep" in known
         self._takes_positions = "position_ids" in known
         self.description = "transformers' forward"

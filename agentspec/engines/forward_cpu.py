@@ -72,7 +72,9 @@ class BlockedCache(KVCache):
         self.length = self.step_start + len(moved)
         self.tree = False
 
-    def arrays(self, layer: int, tokens: int, heads: int, key_dim: int, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def arrays(
+        self, layer: int, tokens: int, heads: int, key_dim: int, value_dim: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The layer's (keys, values) with room for `tokens`."""
         pair = self._layers[layer]
         needed = -(-tokens // kernels.BLOCK)
@@ -414,7 +416,10 @@ class LeanForward(PackedForward):
 
     def _build(self) -> None:
         model, config = self.model, self.model.config
-        if config.model_type not in self.KINDS or type(model).__name__ != f"{type(model.model).__name__[:-5]}ForCausalLM":
+        if (
+            config.model_type not in self.KINDS
+            or type(model).__name__ != f"{type(model.model).__name__[:-5]}ForCausalLM"
+        ):
             raise NotPackable(f"{type(model).__name__} is not one of {', '.join(self.KINDS)}")
         if config.hidden_act not in ("silu", "swish"):
             raise NotPackable(f"its activation is {config.hidden_act}")
@@ -550,7 +555,9 @@ def _windows(stock: StockForward) -> list[int]:
         raise NotPackable("its cache has not one entry a layer")
     known = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
     if any(type(layer) not in known for layer in layers):
-        raise NotPackable(f"its cache has layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))}")
+        raise NotPackable(
+            f"its cache has layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))}"
+        )
     return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
 
 

@@ -19,6 +19,9 @@ Slot t lies in block t // 64 at t % 64. Everything beyond the written slots is f
 it is multiplied by a probability of exactly 0.
 """
 
+# mypy: disable-error-code="no-untyped-call,attr-defined,call-arg,no-any-return,return-value"
+# (LLVM's builders and numba's intrinsics are untyped, and an intrinsic takes one argument less than it is written with)
+
 from __future__ import annotations
 
 import ctypes
@@ -86,7 +89,9 @@ def _at(builder: Any, address: Any, kind: Any, *indexes: Any) -> Any:
 
 
 def _splat(builder: Any, pointer: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), ir.Constant(ir.IntType(32), 0))
+    one = builder.insert_element(
+        ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), ir.Constant(ir.IntType(32), 0)
+    )
     mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
     return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
 
@@ -274,7 +279,10 @@ def _address(array: Any) -> int:
     return np.int64(array.ctypes.data)
 
 
-@kernel(f"void({_C}, {_T}, {_T}, int64, int64, int64, int64, int64, int64, {_PATHS}, {_DEPTHS}, int64, float32, {_V}, {_V}, {_M})", **_FLAGS)
+@kernel(
+    f"void({_C}, {_T}, {_T}, int64, int64, int64, int64, int64, int64, {_PATHS}, {_DEPTHS}, int64, float32, {_V}, {_V}, {_M})",
+    **_FLAGS,
+)
 def _segment(
     query: Any, keys: Any, values: Any, head: int, first_row: int, last_row: int, first_block: int, last_block: int,
     start: int, paths: Any, depths: Any, window: int, scale: Any, maxima: Any, sums: Any, acc: Any,
@@ -425,7 +433,9 @@ def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, par
         maxima, sums, acc = part_maxima[0, head], part_sums[0, head], part_acc[0, head]
         for r in range(query.shape[0] * group):
             for part in range(1, part_acc.shape[0]):
-                _fold(maxima, sums, acc, r, part_maxima[part, head, r], part_sums[part, head, r], part_acc[part, head, r])
+                _fold(
+                    maxima, sums, acc, r, part_maxima[part, head, r], part_sums[part, head, r], part_acc[part, head, r]
+                )
             inverse = _ONE / sums[r]
             for d in range(out.shape[2]):
                 out[r // group, head * group + r % group, d] = acc[r, d] * inverse
@@ -456,7 +466,16 @@ def _take(typing_context: Any, address: Any) -> Any:
 def _worker(packet: Any) -> None:
     """What each thread of a team runs: tasks off a shared counter until there are none left."""
     p = carray(packet, 32, np.int64)
-    rows, heads, head_dim, value_dim, kv_heads, blocks, paths, segments = p[11], p[12], p[13], p[14], p[15], p[16], p[17], p[18]
+    rows, heads, head_dim, value_dim, kv_heads, blocks, paths, segments = (
+        p[11],
+        p[12],
+        p[13],
+        p[14],
+        p[15],
+        p[16],
+        p[17],
+        p[18],
+    )
     plan = carray(_pointer(p[1]), 8, np.int64)
     query = carray(_pointer(p[2]), (rows, heads, head_dim), np.float32)
     keys = carray(_pointer(p[3]), (blocks, kv_heads, head_dim, BLOCK), np.float32)
@@ -514,7 +533,7 @@ class Attention:
         if plan.team is None:
             _alone(packet.ctypes.data)
         else:
-            plan.team.run(_worker.address, packet.ctypes.data)  # type: ignore[attr-defined]
+            plan.team.run(_worker.address, packet.ctypes.data)
         if len(plan.parts[2]):
             _join(query, keys, out, *plan.parts)
 
@@ -571,7 +590,7 @@ class _Plan:
     team: Team | None
 
 
-_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_worker.address)  # type: ignore[attr-defined]
+_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_worker.address)
 
 
 @kernel(f"float32({_V}, float32, {_V})", **_FLAGS)

@@ -62,8 +62,7 @@ class _Progress:
                 return
             self.announced = True
         print(
-            "agentspec: compiling its kernels for this machine "
-            "(once, some ten seconds; later starts load them)",
+            "agentspec: compiling its kernels for this machine (once, some ten seconds; later starts load them)",
             file=sys.stderr,
             flush=True,
         )
@@ -111,7 +110,7 @@ def kernel_report() -> dict[str, Any]:
 
 
 def _compile(signature: Any, function: Any, callback: bool, flags: dict[str, Any]) -> Any:
-    decorator = numba.cfunc if callback else functools.partial(njit, nogil=True)
+    decorator: Any = numba.cfunc if callback else functools.partial(njit, nogil=True)
     for directory in (None, _private_directory):
         kept = config.CACHE_DIR
         try:
