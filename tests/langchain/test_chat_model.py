@@ -51,9 +51,7 @@ async def _collect(stream: Any) -> list[Any]:
 
 def test_all_ways_of_calling_say_the_same_as_the_engine(chat: Callable[..., Any]) -> None:
     model = chat(max_tokens=24)
-    plain = (
-        model.engine.chat([{"role": "user", "content": "Hello"}], max_tokens=24, draft=False).result().text
-    )
+    plain = model.engine.chat([{"role": "user", "content": "Hello"}], max_tokens=24, draft=False).result().text
     invoked = model.invoke("Hello")
     streamed = functools.reduce(operator.add, model.stream("Hello"))
 
@@ -77,9 +75,7 @@ def test_tokens_are_counted_by_the_models_own_tokenizer_and_template(chat: Calla
     assert model.get_num_tokens("Naïve façade") == len(model.get_token_ids("Naïve façade"))
     assert model.engine.tokenizer.decode(model.get_token_ids("Naïve façade")) == "Naïve façade"
     messages = [HumanMessage("Hello"), AIMessage("x"), HumanMessage("How many?")]
-    assert (
-        model.get_num_tokens_from_messages(messages) == model.invoke(messages).usage_metadata["input_tokens"]
-    )
+    assert model.get_num_tokens_from_messages(messages) == model.invoke(messages).usage_metadata["input_tokens"]
 
 
 def test_a_prompt_that_is_too_long_is_both_trees_error(chat: Callable[..., Any]) -> None:
@@ -197,9 +193,7 @@ def test_structured_output_asks_for_the_schema_and_parses(tiny_tokenizer: Any) -
 
 
 def test_structured_output_that_max_tokens_broke_off_says_so(tiny_tokenizer: Any) -> None:
-    model = ChatAgentSpec(
-        engine=TextEngine(tiny_tokenizer, '{"setup": "Why?", "punchline": "So."}'), max_tokens=8
-    )
+    model = ChatAgentSpec(engine=TextEngine(tiny_tokenizer, '{"setup": "Why?", "punchline": "So."}'), max_tokens=8)
     for schema in (Joke, Joke.model_json_schema()):
         with pytest.raises(ValueError, match="reached max_tokens before the document was complete"):
             model.with_structured_output(schema).invoke("a")
@@ -421,9 +415,7 @@ def test_the_origin_of_a_call_is_not_traced(tiny_tokenizer: Any) -> None:
     config: Any = {"callbacks": [Start()], "configurable": {"thread_id": "t"}}
     model.invoke("a", config)
     list(model.stream("a", config))
-    assert len(seen) == 2 and not any(
-        "origin" in key for kwargs in seen for key in kwargs["invocation_params"]
-    )
+    assert len(seen) == 2 and not any("origin" in key for kwargs in seen for key in kwargs["invocation_params"])
 
 
 # ---- engines ---------------------------------------------------------------------------------------

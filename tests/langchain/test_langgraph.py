@@ -100,9 +100,7 @@ def test_an_agents_run_says_the_same_without_drafts_and_is_one_trajectory(model:
         [],
     ]
     stats = stats_of(drafted)
-    assert (
-        len({s["trajectory_id"] for s in stats}) == 1
-    )  # found by the ids of earlier outputs: no thread here
+    assert len({s["trajectory_id"] for s in stats}) == 1  # found by the ids of earlier outputs: no thread here
     assert [s["call_index"] for s in stats] == [0, 1, 2, 3]
     assert sum(s["accepted"] for s in stats) > 0 and sum(s["verify_steps"] for s in stats) < sum(
         s["verify_steps"] for s in stats_of(plain)
@@ -126,10 +124,7 @@ def test_messages_mode_streams_what_invoke_returns(model: ChatAgentSpec) -> None
     assert {s["trajectory_id"] for s in stats_of(held)} == {"b"}
     for message in pieces.values():
         assert message.usage_metadata is not None
-        assert (
-            message.usage_metadata["output_tokens"]
-            == message.response_metadata["call_stats"]["output_tokens"]
-        )
+        assert message.usage_metadata["output_tokens"] == message.response_metadata["call_stats"]["output_tokens"]
 
 
 def test_events_tell_each_call_with_one_id_and_one_usage(model: ChatAgentSpec) -> None:
@@ -225,9 +220,7 @@ def test_subagents_share_the_threads_trajectory_and_its_namespace(tiny_tokenizer
         """Find out about a topic."""
         return str(searcher.invoke(ask(topic))["messages"][-1].content)
 
-    agent = create_agent(
-        model, [research], system_prompt="You lead.", name="leader", checkpointer=InMemorySaver()
-    )
+    agent = create_agent(model, [research], system_prompt="You lead.", name="leader", checkpointer=InMemorySaver())
     result = agent.invoke(ask("Go."), thread("a"))["messages"]
     assert result[-1].content == "ok" and len(engine.asked) == 3
     assert len({id(t) for t in engine.trajectories}) == 1
@@ -267,9 +260,7 @@ def test_a_malformed_call_is_in_the_messages_with_its_raw_text(tiny_tokenizer: A
     invoked = agent.invoke(ask("Look."))["messages"][-1]
     assert invoked.tool_calls == [] and '{"where": "he' in str(invoked.invalid_tool_calls[0]["args"])
     assert invoked.invalid_tool_calls[0]["name"] == "look"
-    streamed = [
-        m for m, _ in agent.stream(ask("Look."), stream_mode="messages") if isinstance(m, AIMessageChunk)
-    ]
+    streamed = [m for m, _ in agent.stream(ask("Look."), stream_mode="messages") if isinstance(m, AIMessageChunk)]
     whole = streamed[0]
     for message in streamed[1:]:
         whole = whole + message

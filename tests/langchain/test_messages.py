@@ -79,9 +79,7 @@ def test_text_parts_are_one_text_and_a_tools_json_is_written_as_json() -> None:
     said = to_agentspec(
         [
             HumanMessage(["a", {"type": "text", "text": "b"}]),
-            ToolMessage(
-                [{"type": "text", "text": "x"}, {"type": "json", "json": {"n": 1}}], tool_call_id="1"
-            ),
+            ToolMessage([{"type": "text", "text": "x"}, {"type": "json", "json": {"n": 1}}], tool_call_id="1"),
         ]
     )
     assert [message["content"] for message in said] == ["ab", 'x{"n": 1}']

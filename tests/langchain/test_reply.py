@@ -53,9 +53,7 @@ def test_the_stream_adds_up_to_the_message() -> None:
         chunk(),
         chunk(content="see."),
         chunk(tool_calls=(ToolCallDelta(0, "call_1", "read", '{"pa'),)),
-        chunk(
-            tool_calls=(ToolCallDelta(0, "call_1", None, 'th": "x"}'), ToolCallDelta(1, "call_2", "list", ""))
-        ),
+        chunk(tool_calls=(ToolCallDelta(0, "call_1", None, 'th": "x"}'), ToolCallDelta(1, "call_2", "list", ""))),
         chunk(tool_calls=(ToolCallDelta(1, "call_2", None, "{}"),), finish="stop"),
     )
     for message in (at_once, streamed):
@@ -101,9 +99,7 @@ def test_a_call_broken_off_in_its_arguments_is_invalid_with_its_raw_text() -> No
     at_once, streamed = both(
         chunk(tool_calls=(ToolCallDelta(0, "call_1", "delete", '{"path": "/home/a'),)),
         chunk(
-            invalid_tool_calls=(
-                InvalidToolCall(0, "call_1", "delete", raw, "the output ends inside the call"),
-            ),
+            invalid_tool_calls=(InvalidToolCall(0, "call_1", "delete", raw, "the output ends inside the call"),),
             finish="length",
         ),
     )

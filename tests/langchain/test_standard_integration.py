@@ -77,9 +77,7 @@ class TestChatAgentSpecIntegration(ChatModelIntegrationTests):
         chunks = list(model.stream(history, max_tokens=4))
         return functools.reduce(lambda a, b: a + b, chunks)  # type: ignore[return-value]
 
-    @pytest.mark.xfail(
-        reason="unasked, SmolLM2 answers in prose; it calls a tool only where tool_choice demands it"
-    )
+    @pytest.mark.xfail(reason="unasked, SmolLM2 answers in prose; it calls a tool only where tool_choice demands it")
     @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
     def test_agent_loop(self, model: Any) -> None:
         super().test_agent_loop(model)

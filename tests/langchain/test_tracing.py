@@ -140,9 +140,7 @@ def test_runs_at_the_same_time_do_not_mix(spans: Any, model: Any) -> None:  # no
     graph = graph_of(model)
 
     async def run() -> None:
-        await asyncio.gather(
-            *(graph.ainvoke(QUESTION, {"configurable": {"thread_id": str(i)}}) for i in range(4))
-        )
+        await asyncio.gather(*(graph.ainvoke(QUESTION, {"configurable": {"thread_id": str(i)}}) for i in range(4)))
 
     asyncio.run(run())
     agents = [s for s in spans.all() if s.name == "invoke_agent researcher"]

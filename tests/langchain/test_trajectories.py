@@ -224,9 +224,7 @@ def test_batch_of_threads_keeps_them_apart(tiny_tokenizer: Any) -> None:
     configs: Any = [{"configurable": {"thread_id": f"t{n}"}} for n in range(8)]
     answers = model.batch([f"question {n}" for n in range(8)], configs)
     assert [answer.content for answer in answers] == [f"to question {n}" for n in range(8)]
-    ran_in = {
-        asked[0][-1]["content"]: t.id for asked, t in zip(engine.asked, engine.trajectories, strict=True)
-    }
+    ran_in = {asked[0][-1]["content"]: t.id for asked, t in zip(engine.asked, engine.trajectories, strict=True)}
     assert ran_in == {f"question {n}": f"t{n}" for n in range(8)}
 
 
@@ -265,3 +263,13 @@ def test_a_bad_namespace_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="namespace"):
         ChatAgentSpec(engine=TextEngine(tiny_tokenizer, "x"), namespace=True)
     assert issubclass(InvalidRequestError, ValueError)
+
+
+def test_a_call_can_name_its_trajectory(tiny_tokenizer: Any) -> None:
+    engine = TextEngine(tiny_tokenizer, "x")
+    model, mine = ChatAgentSpec(engine=engine), Trajectory("mine")
+    model.invoke("a", {"configurable": {"thread_id": "t"}}, trajectory="other")
+    list(model.bind(trajectory=mine).stream("a", {"configurable": {"thread_id": "t"}}))
+    assert [t.id for t in engine.trajectories] == ["other", "mine"] and engine.trajectories[1] is mine
+    with pytest.raises(InvalidRequestError, match=r"needed an id or an agentspec\.Trajectory, got int"):
+        model.invoke("a", trajectory=3)

@@ -40,9 +40,7 @@ class TextEngine:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, trajectory: Trajectory, **options: Any
-    ) -> Generation:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, trajectory: Trajectory, **options: Any) -> Generation:
         self.asked.append(([dict(m) for m in messages], options))
         self.trajectories.append(trajectory)
         known = {k: v for k, v in options.items() if k not in ("tools", "tool_choice", "response_format")}

@@ -19,6 +19,7 @@ from langchain_core.runnables.config import run_in_executor
 
 from agentspec.engines.base import CallStats, Engine, Generation, TokenChunk
 from agentspec.errors import RequestAbortedError, ServerError
+from agentspec.loop import Trajectory
 from langchain_agentspec.errors import CallTimeoutError, for_langchain
 from langchain_agentspec.messages import to_agentspec
 from langchain_agentspec.reply import Reply
@@ -34,6 +35,7 @@ class Call:
     """One call. Raises InvalidRequestError for messages that are no text; everything else when it runs.
 
     options:   engine.chat's
+    trajectory: to use, whatever the origin says; None: Trajectories.find
     namespace: whom a new trajectory shares with (Trajectories.find)
     seed:      whether tool results become draft material
     timeout:   most seconds in all, queueing included; None: no limit
@@ -48,6 +50,7 @@ class Call:
         options: Mapping[str, Any],
         origin: Origin,
         *,
+        trajectory: Trajectory | None = None,
         namespace: str | bool | None = None,
         seed: bool = True,
         timeout: float | None = None,
@@ -65,14 +68,13 @@ class Call:
         self._arrived = False
         self._said = to_agentspec(messages)
         self._trajectories = trajectories_of(engine)
-        self._trajectory = self._trajectories.find(messages, self._said, origin, namespace)
+        self._trajectory = trajectory or self._trajectories.find(messages, self._said, origin, namespace)
         if seed:
             self._trajectories.seed(self._trajectory, messages)
         name = uuid.uuid4().hex
         choices = options.get("n") or 1
         self.replies = [
-            Reply(f"agentspec-{name}" + (f"-{index}" if index else ""), engine.tokenizer)
-            for index in range(choices)
+            Reply(f"agentspec-{name}" + (f"-{index}" if index else ""), engine.tokenizer) for index in range(choices)
         ]
 
     # ---- the two edges ------------------------------------------------------------------------

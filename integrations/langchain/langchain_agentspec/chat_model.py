@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -29,6 +30,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from agentspec.chat import ChatTemplate
 from agentspec.engines.base import Engine
 from agentspec.errors import InvalidRequestError
+from agentspec.loop import Trajectory
 from langchain_agentspec import structured
 from langchain_agentspec.call import Call
 from langchain_agentspec.engines import EngineSettings, is_loaded, shared_engine
@@ -85,7 +87,9 @@ class ChatAgentSpec(BaseChatModel):
                 LangGraph); False: nobody's
     seed_tools: tool results and their raw artifacts become draft material
 
-    Any of the options may be given to a call too: `model.invoke(..., max_tokens=20)`, or with `bind`.
+    Any of the options may be given to a call too: `model.invoke(..., max_tokens=20)`, or with `bind`; also
+    trajectory= (an id, or an agentspec.Trajectory), where trajectories.py should not find it out, and
+    grammar= (an agentspec.chat.Grammar).
     """
 
     model: str = Field(default_factory=from_env("AGENTSPEC_MODEL", default="smollm2"), alias="model_name")
@@ -196,9 +200,7 @@ class ChatAgentSpec(BaseChatModel):
         """The model's own ids of a text. Loads the engine."""
         return list(self._engine(self.model).tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def get_num_tokens_from_messages(
-        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
-    ) -> int:
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """How many tokens these messages' prompt has, by the model's chat template. Loads the engine."""
         engine = self._engine(self.model)
         template = getattr(engine, "template", None) or ChatTemplate(engine.tokenizer)
@@ -260,9 +262,7 @@ class ChatAgentSpec(BaseChatModel):
             known = ", ".join(structured.METHODS)
             raise InvalidRequestError(f"method: needed one of {known}, got {method!r}")
         if schema is None and method != "json_mode":
-            raise InvalidRequestError(
-                f"with_structured_output: {method} needs a schema; only json_mode does not"
-            )
+            raise InvalidRequestError(f"with_structured_output: {method} needs a schema; only json_mode does not")
         if strict is not None and method == "json_mode":
             raise InvalidRequestError("strict: json_mode has no schema to be strict about; use json_schema")
         kwargs["ls_structured_output_format"] = {
@@ -272,9 +272,7 @@ class ChatAgentSpec(BaseChatModel):
         if method == "function_calling":
             assert schema is not None
             name = tools_of([schema])[0]["function"]["name"]
-            model = self.bind_tools(
-                [schema], tool_choice=name, parallel_tool_calls=False, strict=strict, **kwargs
-            )
+            model = self.bind_tools([schema], tool_choice=name, parallel_tool_calls=False, strict=strict, **kwargs)
         else:
             kwargs["response_format"] = structured.response_format_of(schema, method, strict)
             model = self.bind_tools(tools, strict=strict, **kwargs) if tools else self.bind(**kwargs)
@@ -359,6 +357,13 @@ class ChatAgentSpec(BaseChatModel):
         kwargs.pop("stream", None)  # LangChain's: whether to stream, which is decided by now
         mine = ("timeout", "max_retries", "namespace")
         own = {name: kwargs.pop(name, getattr(self, name)) for name in mine}
+        trajectory = kwargs.pop("trajectory", None)
+        if isinstance(trajectory, str):
+            origin, trajectory = replace(origin, thread=trajectory), None
+        elif trajectory is not None and not isinstance(trajectory, Trajectory):
+            raise InvalidRequestError(
+                f"trajectory: needed an id or an agentspec.Trajectory, got {type(trajectory).__name__}"
+            )
         engine = self._engine(kwargs.pop("model", None) or self.model)
         options = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         stops = kwargs.pop("stop_sequences", None) or (self.stop if stop is None else stop)
@@ -374,6 +379,7 @@ class ChatAgentSpec(BaseChatModel):
             messages,
             options,
             origin,
+            trajectory=trajectory,
             namespace=own["namespace"],
             seed=self.seed_tools,
             timeout=own["timeout"],
@@ -381,9 +387,7 @@ class ChatAgentSpec(BaseChatModel):
             run=run_manager,
         )
 
-    async def _acall(
-        self, messages: Any, stop: Any, run_manager: Any, kwargs: Any, streamed: bool = False
-    ) -> Call:
+    async def _acall(self, messages: Any, stop: Any, run_manager: Any, kwargs: Any, streamed: bool = False) -> Call:
         if self.engine is None and not is_loaded(self._settings(kwargs.get("model") or self.model)):
             # Loading a model takes seconds, in which the loop should serve others.
             await run_in_executor(None, self._engine, kwargs.get("model") or self.model)

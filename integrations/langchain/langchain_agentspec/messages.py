@@ -66,8 +66,7 @@ def _message(message: BaseMessage, number: int) -> dict[str, Any]:
         role = message.role
     else:
         raise InvalidRequestError(
-            f"messages[{number}]: needed a system, human, AI, tool or chat message, got "
-            f"{type(message).__name__}"
+            f"messages[{number}]: needed a system, human, AI, tool or chat message, got {type(message).__name__}"
         )
     return {"role": role, "content": text} | ({"name": message.name} if message.name else {})
 

@@ -96,8 +96,7 @@ class Reply:
             content="".join(self._content),
             additional_kwargs={**reasoning, **self._invalid_kwargs()},
             tool_calls=[
-                tool_call(name=c.name or "", args=json.loads(c.arguments or "{}"), id=c.id)
-                for c in self._valid
+                tool_call(name=c.name or "", args=json.loads(c.arguments or "{}"), id=c.id) for c in self._valid
             ],
             invalid_tool_calls=[
                 invalid_tool_call(name=c.invalid.name, args=c.invalid.raw, id=c.id, error=c.invalid.error)
@@ -115,8 +114,7 @@ class Reply:
         said: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._valid:
             said["tool_calls"] = [
-                {"id": c.id, "function": {"name": c.name, "arguments": c.arguments or "{}"}}
-                for c in self._valid
+                {"id": c.id, "function": {"name": c.name, "arguments": c.arguments or "{}"}} for c in self._valid
             ]
         return said
 
@@ -202,9 +200,7 @@ class Reply:
         }
         if self._reasoning and self._tokenizer is not None:
             thoughts = self._tokenizer("".join(self._reasoning), add_special_tokens=False)["input_ids"]
-            usage["output_token_details"] = OutputTokenDetails(
-                reasoning=min(len(thoughts), stats.output_tokens)
-            )
+            usage["output_token_details"] = OutputTokenDetails(reasoning=min(len(thoughts), stats.output_tokens))
         return cast(UsageMetadata, usage)
 
     def _logprob(self, logprob: Any) -> dict[str, Any]:
@@ -213,8 +209,7 @@ class Reply:
             "token_id": logprob.token_id,
             "logprob": logprob.logprob,
             "top_logprobs": [
-                {"token": self._token(token), "token_id": token, "logprob": value}
-                for token, value in logprob.top
+                {"token": self._token(token), "token_id": token, "logprob": value} for token, value in logprob.top
             ],
         }
 

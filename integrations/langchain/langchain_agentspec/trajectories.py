@@ -30,9 +30,7 @@ from agentspec.loop import Trajectory, current_trajectory
 
 __all__ = ["Origin", "Trajectories", "trajectories_of"]
 
-_TRAJECTORIES = (
-    1024  # found again; older ones are forgotten here, and a call that goes on from one is a new one
-)
+_TRAJECTORIES = 1024  # found again; older ones are forgotten here, and a call that goes on from one is a new one
 _MARKS = 65536  # message ids and ends of histories
 _LONGEST_SEED = 1_000_000  # characters: what a tool returned beyond that is more than any call repeats
 
@@ -56,12 +54,8 @@ class Trajectories:
     """The trajectories of one engine. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Trajectory] = (
-            OrderedDict()
-        )  # by trajectory id, least recently used first
-        self._marks: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # message id, tool call id or end of a history -> its id
+        self._held: OrderedDict[str, Trajectory] = OrderedDict()  # by trajectory id, least recently used first
+        self._marks: OrderedDict[str, str] = OrderedDict()  # message id, tool call id or end of a history -> its id
         self._seeded: weakref.WeakKeyDictionary[Trajectory, set[str]] = weakref.WeakKeyDictionary()
         # How many seeds of a context's trajectory a thread's trajectory has taken over, by the thread.
         self._adopted: weakref.WeakKeyDictionary[Trajectory, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -187,8 +181,7 @@ def _ends(said: Sequence[Mapping[str, Any]]) -> Iterable[bytes]:
 
 def _end_of(before: bytes, message: Mapping[str, Any]) -> bytes:
     calls = [
-        [call["function"]["name"], json.loads(call["function"]["arguments"])]
-        for call in message.get("tool_calls", ())
+        [call["function"]["name"], json.loads(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ]
     words = json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
     return hashlib.blake2b(before + words.encode("utf-8", "surrogatepass"), digest_size=16).digest()
