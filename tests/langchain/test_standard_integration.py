@@ -43,13 +43,23 @@ class TestChatAgentSpecIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        # Left alone, SmolLM2 never stops calling tools, and tells jokes that go on for ever.
-        return {
-            "model": "smollm2",
-            "max_tokens": 64,
-            "parallel_tool_calls": False,
-            "repetition_penalty": 1.1,
-        }
+        # Left alone, SmolLM2 never stops calling tools.
+        return {"model": "smollm2", "max_tokens": 64, "parallel_tool_calls": False}
+
+    @pytest.fixture
+    def model(self, request: Any) -> ChatAgentSpec:
+        """As the base class makes it; where a joke is to be told with a penalty, since SmolLM2's go on for ever.
+        (With it elsewhere, the numbers of a question are no longer repeated in the tool call.)
+        """
+        told = request.node.name.startswith(("test_json_mode", "test_structured_output"))
+        return ChatAgentSpec(
+            **{
+                **self.standard_chat_model_params,
+                **self.chat_model_params,
+                **(getattr(request, "param", None) or {}),
+                **({"repetition_penalty": 1.1} if told else {}),
+            }
+        )
 
     @property
     def supports_json_mode(self) -> bool:
