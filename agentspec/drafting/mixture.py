@@ -294,6 +294,7 @@ class MixtureProposer:
         if call.learned < call.known:
             self.learn(context)
         buffer = context.tokens
+        call.known = min(call.known, len(buffer))
         mixing.follow(
             call.state, buffer, call.known, len(buffer), call.most, call.nodes, call.drafted,
             self.vocabulary.classes,
@@ -305,7 +306,11 @@ class MixtureProposer:
 
     def learn(self, context: Context) -> None:
         call = self._calls.get(id(context))
-        if call is None or call.learned >= call.known:
+        if call is None:
+            return
+        # An aborted call's output may have been cut to what was delivered.
+        call.known = min(call.known, len(context.tokens))
+        if call.learned >= call.known:
             return
         namespace = self._namespace(context)
         ledger = self._ledger(context, namespace)
@@ -335,7 +340,9 @@ class MixtureProposer:
         ledger = self._ledger(context, namespace)
         ledger.state[:] = call.learned_state
         if namespace is not None and call.kept:
-            namespace.add(ledger.number, (np.concatenate(call.kept_tokens), np.concatenate(call.kept)))
+            delivered = len(context.output)
+            tokens, hashed = np.concatenate(call.kept_tokens), np.concatenate(call.kept)
+            namespace.add(ledger.number, (tokens[:delivered], hashed[:delivered]))
 
     @property
     def weights_alone(self) -> NDArray[np.float32]:

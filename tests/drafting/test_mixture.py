@@ -191,6 +191,27 @@ def test_attachments_stay_within_their_budget() -> None:
     assert shared.attachments["mixture"].nbytes <= SMALL["namespace_bytes"] + 8 * mixing.FEATURES + (1 << 18)
 
 
+def test_an_output_that_is_cut_is_not_read_past_its_end() -> None:
+    """An aborted call keeps what was delivered; what was learned late must not look beyond."""
+    shared = TrajectoryMemory("s")
+    memory = TrajectoryMemory("t", "n", shared=shared)
+    proposer = MixtureProposer(**SMALL)
+    for cut, (prompt, spans, output) in enumerate(scripted_calls(4)):
+        context = memory.extend(prompt, spans)
+        proposer.begin(context)
+        for at in range(0, 12, 3):
+            proposer.propose(context, TREE)
+            memory.append(context, output[at : at + 3])
+            proposer.observe(context, output[at : at + 3])
+            if cut % 2:
+                proposer.learn(context)
+        memory.truncate(context, cut)
+        proposer.end(context)
+        memory.close(context)
+    namespace = shared.attachments["mixture"]
+    assert [len(tokens) for waiting in namespace.pending.values() for (tokens, _) in waiting] == [0, 1, 2, 3]
+
+
 def test_learning_lowers_the_loss() -> None:
     """Weights learned on some trajectories serve the next, whose tokens are others."""
 
