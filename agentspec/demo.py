@@ -124,15 +124,16 @@ _EXAMPLES = (
 
 def _plan(documents: Documents) -> Iterator[Step]:
     """Nine calls: seven that quote a tool's result, two that have nothing to copy."""
-    main = max(documents.files, key=lambda name: len(documents.files[name]))
+    main = max(documents.files, key=lambda name: len(_paragraphs(documents.files[name])))
+    short = Path(main).name
     one, two = documents.read_paragraph(main, 1), documents.read_paragraph(main, 3)
-    yield Step(f"read_paragraph({main}, 1)", one, _REPEAT, 220)
+    yield Step(f"read_paragraph({short}, 1)", one, _REPEAT, 220)
     yield Step("list_files()", documents.list_files(), _REPEAT, 100)
-    yield Step(f"read_paragraph({main}, 3)", two, _REPEAT, 220)
+    yield Step(f"read_paragraph({short}, 3)", two, _REPEAT, 220)
     word = _word_of(two)
     yield Step(f"search({word})", documents.search(word), _REPEAT, 220)
-    yield Step(f"read_paragraph({main}, 4)", documents.read_paragraph(main, 4), _REPEAT, 220)
-    yield Step(f"read_paragraph({main}, 3)", documents.read_paragraph(main, 3), _REPEAT, 220)
+    yield Step(f"read_paragraph({short}, 4)", documents.read_paragraph(main, 4), _REPEAT, 220)
+    yield Step(f"read_paragraph({short}, 3)", documents.read_paragraph(main, 3), _REPEAT, 220)
     yield Step("", "", "What are these texts about? Answer in one sentence.", 60)
     yield Step("the notes so far", f"{one}\n\n{two}", _REPEAT, 300)
     yield Step("", "", "Write a short poem about the sea.", 60)
