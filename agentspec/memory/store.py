@@ -34,6 +34,7 @@ SMALLEST_BUDGET = 2**20
 # What a token costs, all told, with the prompt's own copy while a call is open; for choosing bounds, not for
 # accounts.
 _BYTES_PER_TOKEN = 32
+_LEAST_BYTES_PER_TOKEN = 16
 _SHARED_TOKENS = 2**20
 
 Key = tuple[str | None, str]
@@ -264,11 +265,11 @@ class MemoryStore:
             self._register((namespace, SHARED_ID), memory)
         return memory
 
-    def _register(self, key: Key, memory: TrajectoryMemory) -> None:
+    def _register(self, key: Key, memory: TrajectoryMemory, size: int | None = None) -> None:
         self._memories[key] = memory
         self._bytes[key] = 0
         self._kin[key[0]] = self._kin.get(key[0], 0) + 1
-        self._note(key, memory.nbytes)
+        self._note(key, memory.nbytes if size is None else size)  # without a size: new, nobody else has it
         memory.on_growth = self._account
 
     def _note(self, key: Key, size: int) -> None:
@@ -283,7 +284,7 @@ class MemoryStore:
             del self._kin[key[0]]
         return self._memories.pop(key)
 
-    def _key_of(self, memory: TrajectoryMemory) -> Key:
+    def _key_of(self, memory: TrajectoryMemory, size: int) -> Key:
         """The key under which a memory is held; one that was evicted and is used again is held again."""
         number = 0
         key: Key = memory.namespace, memory.id
@@ -294,7 +295,7 @@ class MemoryStore:
             if held is None:
                 if memory.id != SHARED_ID:
                     memory.shared = self._shared(memory.namespace)
-                self._register(key, memory)
+                self._register(key, memory, size)
                 return key
             number += 1
             key = memory.namespace, f"{memory.id}\0{number}"
@@ -303,7 +304,7 @@ class MemoryStore:
         """A memory was used or grew: note its size, and make room if the budget is exceeded."""
         size = memory.nbytes
         with self._lock:
-            key = self._key_of(memory)
+            key = self._key_of(memory, size)
             self._note(key, size)
             self._memories.move_to_end(key)
             if memory.namespace is not None:
@@ -335,6 +336,10 @@ class MemoryStore:
             finally:
                 memory.lock.release()
         # What is left is in use. Its oldest tokens go before anything is refused: the largest memory's first.
+        # If what proposers hold is too much by itself, forgetting tokens doesn't help.
+        tokens = sum(_LEAST_BYTES_PER_TOKEN * len(memory) for memory in self._memories.values())
+        if self._total - tokens > self.budget_bytes:
+            return
         for key in sorted(self._memories, key=lambda key: -self._bytes[key]):
             memory = self._memories[key]
             while self._total > self.budget_bytes and len(memory) >= 2048:

@@ -222,6 +222,23 @@ def test_attachments_count_and_go_with_the_memory() -> None:
     assert store.open("run 0").attachments == {}
 
 
+def test_tokens_are_not_forgotten_where_that_frees_too_little() -> None:
+    class Learned:
+        nbytes = 2 * MIB
+
+    store = MemoryStore(MIB)
+    memory = store.open("a")
+    context = memory.extend(tokens(1, 5000))
+    memory.attachments["mixture"] = Learned()
+    memory.append(context, tokens(2, 1000))
+    with pytest.raises(MemoryBudgetError, match="fewer calls at once"):
+        store.open("b")
+    assert len(memory) == 5000
+    memory.close(context)
+    store.open("b")
+    assert (None, "a") not in store
+
+
 def test_eviction_is_the_same_on_every_rank() -> None:
     def run() -> list[Any]:
         store = MemoryStore(MIB, namespace_tokens=4096)

@@ -374,6 +374,21 @@ def test_forgetting_keeps_the_newest_and_what_calls_hold() -> None:
     memory.check()
 
 
+def test_an_output_joins_its_prompt_only_if_that_still_stands_last() -> None:
+    memory = TrajectoryMemory()
+    context = memory.extend([*range(100)])
+    memory.append(context, [7, 8, 9])
+    memory.forget_oldest(0)
+    memory.seed([*range(500, 600)])  # as long as what was forgotten
+    memory.close(context)
+    assert memory.tokens.tolist() == [*range(500, 600), -1, *range(84, 100), 7, 8, 9]
+    other = memory.extend([1000, 1001])
+    memory.append(other, [1, 2])
+    memory.close(other)
+    assert memory.tokens.tolist()[-5:] == [-1, 1000, 1001, 1, 2]
+    memory.check()
+
+
 def test_of_an_output_that_does_not_fit_the_end_is_held() -> None:
     memory = TrajectoryMemory(max_tokens=1024, shared=TrajectoryMemory(max_tokens=1024))
     context = memory.extend([1, 2, 3])
