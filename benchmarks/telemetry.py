@@ -106,9 +106,7 @@ def _engine(name: str) -> tuple[Any, Any]:
         from agentspec.drafting import CostCurve
         from tests import tiny
 
-        made = agentspec.LocalEngine(
-            tiny.model("llama"), tokenizer=tiny.tokenizer(), cost_curve=CostCurve.linear(0.01)
-        )
+        made = agentspec.LocalEngine(tiny.model("llama"), tokenizer=tiny.tokenizer(), cost_curve=CostCurve.linear(0.01))
     else:
         made = agentspec.LocalEngine(name)
     text = "Repeat this text exactly: The quick brown fox jumps over the lazy dog, and the dog sleeps on. "

@@ -40,16 +40,12 @@ def test_every_name_in_the_readme_is_in_the_table():
     assert len(found) > 15
     for name in found - {"error.type", "agentspec.telemetry.configure"}:
         key = name.removesuffix("=")
-        assert key in names.METRICS or names.known(key) or key in names.ATTRIBUTES, (
-            f"{name} is written nowhere"
-        )
+        assert key in names.METRICS or names.known(key) or key in names.ATTRIBUTES, f"{name} is written nowhere"
 
 
 @pytest.mark.fast
 def test_the_links_search_for_what_is_written():
-    links = re.findall(
-        r"\(<(http://localhost:16686/search\?[^>]+)>\)", (FOLDER / "README.md").read_text("utf-8")
-    )
+    links = re.findall(r"\(<(http://localhost:16686/search\?[^>]+)>\)", (FOLDER / "README.md").read_text("utf-8"))
     assert len(links) == 4
     for link in links:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(link).query)
@@ -65,9 +61,7 @@ def test_jaeger_finds_the_spans_by_its_query_api():
     run_agent("scripted", OTEL_EXPORTER_OTLP_ENDPOINT=f"http://{host}:4318", OTEL_SERVICE_NAME=service)
 
     def find(**tags):
-        query = urllib.parse.urlencode(
-            {"service": service, "lookback": "1h", "limit": 20, "tags": json.dumps(tags)}
-        )
+        query = urllib.parse.urlencode({"service": service, "lookback": "1h", "limit": 20, "tags": json.dumps(tags)})
         for _ in range(50):
             with urllib.request.urlopen(f"{JAEGER}/api/traces?{query}", timeout=10) as answer:
                 traces = json.load(answer)["data"]

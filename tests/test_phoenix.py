@@ -85,9 +85,7 @@ def test_phoenix_shows_agents_models_and_tools(phoenix):
     for span in spans:
         if span["parent_id"]:
             assert by_id[span["parent_id"]]["span_kind"] == "AGENT"
-    call = next(
-        s for s in spans if s["parent_id"] == readers[0]["context"]["span_id"] and s["span_kind"] == "LLM"
-    )
+    call = next(s for s in spans if s["parent_id"] == readers[0]["context"]["span_id"] and s["span_kind"] == "LLM")
     assert call["attributes"]["llm.model_name"] == "scripted-1"
     assert call["attributes"]["llm.token_count.completion"] == 8
     assert "agentspec.acceptance_rate" in call["attributes"]

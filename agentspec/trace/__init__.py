@@ -30,18 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a command and write its spans to a file",
         usage="agentspec trace record [--content] [--steps] FILE -- COMMAND ...",
     )
-    recording.add_argument(
-        "file", type=Path, metavar="FILE", help="where to; OTLP JSON, which Jaeger's upload takes"
-    )
-    recording.add_argument(
-        "--content", action="store_true", help="with messages, tool arguments and results, cut"
-    )
-    recording.add_argument(
-        "--steps", action="store_true", help="with up to 64 verify steps a call: slow, rejected"
-    )
-    recording.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="COMMAND", help="e.g. python my_agent.py"
-    )
+    recording.add_argument("file", type=Path, metavar="FILE", help="where to; OTLP JSON, which Jaeger's upload takes")
+    recording.add_argument("--content", action="store_true", help="with messages, tool arguments and results, cut")
+    recording.add_argument("--steps", action="store_true", help="with up to 64 verify steps a call: slow, rejected")
+    recording.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="e.g. python my_agent.py")
     showing = actions.add_parser("show", help="a recording as a tree with bars, or as a page")
     showing.add_argument("file", type=Path, metavar="FILE", help="OTLP JSON, one object or one a line")
     showing.add_argument("--html", type=Path, metavar="PAGE", help="write a self-contained page instead")

@@ -81,9 +81,7 @@ def _prefixed(trace: Trace, plain: bool) -> list[tuple[str, Node]]:
         own, below, node = pending.pop()
         rows.append((own, node))
         for place, child in enumerate(reversed(node.children)):
-            pending.append(
-                (below + (last if place == 0 else mid), below + (none if place == 0 else down), child)
-            )
+            pending.append((below + (last if place == 0 else mid), below + (none if place == 0 else down), child))
     return rows
 
 

@@ -33,9 +33,7 @@ def agentspec(*words, **options):
 @pytest.fixture(scope="session")
 def recording(tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "run.json"
-    done = agentspec(
-        "trace", "record", "--steps", path, "--", sys.executable, "-m", "tests.telemetry.agent", "trace"
-    )
+    done = agentspec("trace", "record", "--steps", path, "--", sys.executable, "-m", "tests.telemetry.agent", "trace")
     assert done.returncode == 0, done.stderr
     assert "leaving" in done.stdout, "the command's own output goes where it would have gone"
     assert f"spans in {path}" in done.stderr

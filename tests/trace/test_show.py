@@ -42,9 +42,7 @@ def span(id, name, start, end, parent="", trace="a" * 32, error="", **attributes
 def recording(tmp_path, *spans):
     resource = {"attributes": [attribute("service.name", "svc")]}
     path = tmp_path / "x.json"
-    path.write_text(
-        json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [{"spans": list(spans)}]}]})
-    )
+    path.write_text(json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [{"spans": list(spans)}]}]}))
     return path
 
 
@@ -137,9 +135,7 @@ def test_a_chain_deeper_than_pythons_stack(tmp_path):
 
 def test_one_object_a_line_is_read_too(tmp_path):
     path = recording(tmp_path, call("22", 0, 1))
-    path.write_text(
-        path.read_text() + "\n" + path.read_text().replace("2222222222222222", "3333333333333333")
-    )
+    path.write_text(path.read_text() + "\n" + path.read_text().replace("2222222222222222", "3333333333333333"))
     assert len(read(path)[0].calls) == 2
 
 
