@@ -97,6 +97,16 @@ def test_a_long_chat_is_cut_and_keeps_its_system_words_and_its_newest_message(sp
     assert "left out" in read[1]["parts"][0]["content"]
 
 
+def test_one_long_message_is_cut_not_left_out(spans, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "true")
+    ScriptedEngine().chat([{"role": "user", "content": "Dear agent, " + "x" * 100_000}]).result()
+    written = spans.named("chat scripted-1").attributes["gen_ai.input.messages"]
+    (user,) = json.loads(written)
+    assert len(written) <= CONTENT_LIMIT
+    assert user["parts"][0]["content"].startswith("Dear agent, xxx")
+    assert user["parts"][0]["content"].endswith("[100012 characters]")
+
+
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text(max_size=400)}
 )

@@ -60,3 +60,26 @@ def test_units_and_descriptions_are_the_conventions():
         getattr(gen_ai_metrics, f"create_gen_ai_{create}")(Meter())
     for name, unit, description in made:
         assert (names.METRICS[name].unit, names.METRICS[name].meaning) == (unit, description)
+
+
+# As gen-ai-metrics.md gives them ("SHOULD be specified with ExplicitBucketBoundaries of"); no package has them.
+BUCKETS = {
+    "gen_ai.client.operation.duration": [
+        *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
+        *(2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    ],
+    "gen_ai.server.time_to_first_token": [
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+        *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    ],
+    "gen_ai.server.time_per_output_token": [
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3),
+        *(0.4, 0.5, 0.75, 1.0, 2.5),
+    ],
+    "gen_ai.client.token.usage": [4**k for k in range(14)],
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_the_conventional_buckets(name):
+    assert list(names.METRICS[name].buckets) == BUCKETS[name]
