@@ -473,5 +473,10 @@ def test_the_key_is_part_of_the_engine_only_with_a_server(made: Any) -> None:
     assert "k1" not in repr(made)
 
 
+def test_a_server_is_refused_not_ignored() -> None:
+    with pytest.raises(InvalidRequestError, match="no client for a server yet"):
+        ChatAgentSpec(model="a", base_url="http://127.0.0.1:1").invoke("x")
+
+
 def test_every_error_is_in_agentspecs_tree() -> None:
     assert issubclass(CallTimeoutError, AgentSpecError) and issubclass(PromptTooLongError, AgentSpecError)

@@ -1,7 +1,6 @@
 """ChatAgentSpec: LangChain's chat model on an agentspec engine.
 
     model = ChatAgentSpec(model="smollm2")                     # the embedded engine, loaded when first called
-    model = ChatAgentSpec(model="...", base_url="http://...")   # an SGLang server
     model = ChatAgentSpec(engine=engine)                        # an engine of your own
 
 A call goes: LangChain's messages -> messages.py -> trajectories.py (whose memory?) -> call.py (the engine) ->
@@ -70,9 +69,9 @@ class ChatAgentSpec(BaseChatModel):
                 served model's name
     engine:     an agentspec engine to run on; None: one of these settings, loaded at the first call and
                 shared by all chat models that have them (close_engines frees them)
-    base_url:   an SGLang server's address; AGENTSPEC_BASE_URL
+    base_url:   a server's address; AGENTSPEC_BASE_URL. Reserved: this version has no client for one, and refuses
     api_key:    the server's; AGENTSPEC_API_KEY. The embedded engine needs none
-    engine_options: more of LocalEngine's (or SGLangEngine's) own: device, max_draft, proposer, ...
+    engine_options: more of LocalEngine's own: device, max_draft, proposer, ...
 
     temperature, max_tokens, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty,
     frequency_penalty, logit_bias, logprobs, top_logprobs, n, draft: GenerationRequest's; None: its default

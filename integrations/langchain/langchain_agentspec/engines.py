@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.engines.base import Engine
-from agentspec.errors import MissingExtraError
+from agentspec.errors import InvalidRequestError
 
 __all__ = ["EngineSettings", "close_engines", "shared_engine"]
 
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 def shared_engine(settings: EngineSettings) -> Engine:
     """The engine of these settings, made if there is none. Loads a model: seconds, the first time.
 
-    Raises what the engine raises when it can't be made: ModelError, InvalidRequestError, ServerError.
+    Raises what the engine raises when it can't be made: ModelError, InvalidRequestError.
     """
     with _lock:
         slot = _slots.setdefault(settings.key, _Slot())
@@ -77,11 +77,7 @@ def _make(settings: EngineSettings) -> Engine:
 
         local: Engine = LocalEngine(settings.model, **options)
         return local
-    try:
-        from agentspec.engines.sglang import SGLangEngine
-    except ImportError as error:
-        raise MissingExtraError("base_url= (an SGLang server)", "httpx", "sglang") from error
-    if settings.api_key is not None:
-        options["api_key"] = settings.api_key
-    remote: Engine = SGLangEngine(settings.base_url, model=settings.model, **options)
-    return remote
+    raise InvalidRequestError(
+        f"base_url={settings.base_url!r}: this version has no client for a server yet; leave base_url out for the "
+        f"embedded engine, or pass engine= any object that implements agentspec.Engine"
+    )
