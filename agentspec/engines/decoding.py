@@ -44,6 +44,7 @@ class Output:
     prompt:    int32, its ids
     pending:   int32, ids that are in the context but not in the cache: at the end always the last one
     parser:    of a chat's answer
+    forced:    the draft in flight is what the grammar leaves no choice in
     """
 
     index: int
@@ -57,6 +58,7 @@ class Output:
     aborted: bool = False
     costs: list[float] = field(default_factory=list)
     parser: MessageParser | None = None
+    forced: bool = False
 
 
 class Decoder:
@@ -139,7 +141,8 @@ class Decoder:
         output.costs.append(policy.cost(len(draft)))
         stats.cost_by_width[len(draft)] = output.costs[-1]
         stats.drafts.append((len(draft), len(accepted)))
-        policy.record(len(emitted), len(draft))
+        if not output.forced:  # lambda is what the free steps gain; forced text would make drafts timid
+            policy.record(len(emitted), len(draft))
         new = np.asarray(emitted, dtype=np.int32)
         output.context.memory.append(output.context, new)
         self._timed(stats, self.proposer.observe, output.context, new)
@@ -191,6 +194,7 @@ class Decoder:
         remaining = output.stopper.remaining
         constraint = output.sampler.constraint
         reason = ""
+        output.forced = False
         draft = Draft.empty()
         if not request.draft or self.max_draft == 0:
             reason = "off"
@@ -203,10 +207,10 @@ class Decoder:
             if constraint is not None:
                 # certain to be accepted, so neither width rule nor proposer has a say
                 forced = constraint.forced(min(MOST_FORCED, remaining - 1))
-                draft = (
-                    Draft.chain(forced, np.ones(len(forced)), int(Source.SCHEMA)) if len(forced) else draft
-                )
-            if not len(draft):
+                if len(forced):
+                    draft = Draft.chain(forced, np.ones(len(forced)), int(Source.SCHEMA))
+                    output.forced = True
+            if not output.forced:
                 draft = self._timed(stats, self.proposer.propose, output.context, limits)
                 draft.check(limits, self.vocabulary)
                 if constraint is not None and len(draft):
@@ -232,9 +236,7 @@ class Decoder:
             parents = [*range(-1, base - 1), *nodes.tolist()]
         children: dict[tuple[int, int], int] = {
             (parent, token): node
-            for node, (parent, token) in enumerate(
-                zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
-            )
+            for node, (parent, token) in enumerate(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
         }
         parented = set(draft.parents.tolist())
         logits = self._forward(state, np.concatenate([pending, draft.tokens]), 1 + len(draft), parents, stats)
@@ -279,9 +281,7 @@ class Decoder:
         stats.proposed_depth += draft.depth
         return emitted, probabilities, path
 
-    def _cut(
-        self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int
-    ) -> None:
+    def _cut(self, state: TrajectoryState, chain: bool, base: int, start: int, path: list[int], nodes: int) -> None:
         """Keep of the last step's rows the pending ones and `nodes` of the path; -1: all pending ones but the last."""
         cache = state.cache
         assert cache is not None
@@ -294,12 +294,7 @@ class Decoder:
     @staticmethod
     def _on_device(logits: torch.Tensor, sampler: Sampler, request: GenerationRequest) -> bool:
         """Greedy choices are made where the logits are; everything else on the CPU."""
-        return (
-            logits.is_cuda
-            and sampler.plain
-            and not sampler.noisy
-            and not (request.logprobs or request.top_logprobs)
-        )
+        return logits.is_cuda and sampler.plain and not sampler.noisy and not (request.logprobs or request.top_logprobs)
 
     def _forward(
         self,

@@ -91,9 +91,9 @@ def test_streamed_and_whole_sync_and_async_say_the_same(
     whole = saying(engine, text, draft=draft).result()
     assert whole.text == text
     message = whole.message
-    assert [
-        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]
-    ] == [(n, json.loads(a)) for n, a in CALLS]
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]] == [
+        (n, json.loads(a)) for n, a in CALLS
+    ]
     assert message["content"] == ("" if format.bare or name == "harmony" else "Let me look 😀.")
 
     chunks = list(saying(engine, text, draft=draft))

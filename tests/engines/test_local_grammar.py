@@ -84,9 +84,7 @@ class Pair:
 
     def __init__(self, make: Callable[..., LocalEngine], **options: Any) -> None:
         self.guess = Guess()
-        self.drafting = make(
-            proposer=ScriptedProposer(self.guess), cost_curve=CostCurve.linear(0.01), **options
-        )
+        self.drafting = make(proposer=ScriptedProposer(self.guess), cost_curve=CostCurve.linear(0.01), **options)
         self.plain = make(max_draft=0, cost_curve=CostCurve.linear(0.01), **options)
 
     def generate(self, grammar: Grammar, **options: Any) -> GenerationResult:
@@ -186,18 +184,14 @@ def test_required_calls_of_every_format(name: str, choice: str) -> None:
     both = Pair(make)
     try:
         for options in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 4}):
-            got = both.chat(
-                tools=TOOLS, tool_choice=choice, max_tokens=200, parallel_tool_calls=False, **options
-            )
+            got = both.chat(tools=TOOLS, tool_choice=choice, max_tokens=200, parallel_tool_calls=False, **options)
             message = got.message
             assert got.finish_reason == "stop", got.text
             assert message["content"] == "" and "invalid_tool_calls" not in message
             [call] = message["tool_calls"]
             schemas_by_name = {t["function"]["name"]: t["function"].get("parameters", {}) for t in TOOLS}
             assert choice == "required" or call["function"]["name"] == choice
-            jsonschema.validate(
-                json.loads(call["function"]["arguments"]), schemas_by_name[call["function"]["name"]]
-            )
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schemas_by_name[call["function"]["name"]])
     finally:
         both.plain.close()
         both.drafting.close()
@@ -211,6 +205,22 @@ def test_forced_text_takes_no_steps_of_its_own(pair: Pair) -> None:
     assert got.stats.verify_steps <= 2 < len(got.token_ids)
     assert got.stats.accepted_by_source["schema"] == len(got.token_ids) - got.stats.verify_steps
     assert pair.drafting.proposer.drafts == [] or got.stats.mismatches == 0
+
+
+@fast
+def test_forced_text_does_not_make_the_drafts_around_it_timid(pair: Pair) -> None:
+    """lambda, the price of a draft, stays what the free steps gain: here one token each."""
+    trajectory = Trajectory()
+    engine = pair.drafting
+    pair.guess.truth = []
+    grammar = Grammar.regex(
+        "The quick brown fox jumps over the lazy dog[a-c] The lazy dog sleeps; the quick fox runs on[a-c]"
+    )
+    request = GenerationRequest.of(input_ids=PROMPT, constraint=engine.compile(grammar), trajectory=trajectory)
+    got = engine.generate(request).result()
+    assert got.stats.accepted_by_source["schema"] > 10 and got.stats.verify_steps < 6
+    policy = engine._states.get(trajectory).policy
+    assert policy is not None and policy.rate == pytest.approx(1.0, abs=0.05)
 
 
 @fast
@@ -233,9 +243,7 @@ def test_a_document_that_max_tokens_breaks_off_is_a_beginning_and_says_length(pa
 def test_every_choice_of_several_is_valid_and_drawn_anew(pair: Pair) -> None:
     grammar = Grammar.regex("[a-z]{3,9}")
     call = lambda engine: engine.generate(  # noqa: E731
-        GenerationRequest.of(
-            input_ids=PROMPT, constraint=engine.compile(grammar), n=4, temperature=1.0, seed=5
-        )
+        GenerationRequest.of(input_ids=PROMPT, constraint=engine.compile(grammar), n=4, temperature=1.0, seed=5)
     )
     expected = [r.text for r in call(pair.plain).results()]
     pair.guess.truth = []
@@ -325,9 +333,7 @@ def test_smollm2_random_schemas_and_tool_calls(smollm2: LocalEngine) -> None:
 
     def run(draft: bool, schema: dict[str, Any], **options: Any) -> GenerationResult:
         chat = [{"role": "user", "content": "Answer in JSON: what is in notes.txt?"}]
-        return smollm2.chat(
-            chat, grammar=Grammar.json_schema(schema), draft=draft, max_tokens=48, **options
-        ).result()
+        return smollm2.chat(chat, grammar=Grammar.json_schema(schema), draft=draft, max_tokens=48, **options).result()
 
     @given(schema=schemas(), seed=st.integers(0, 2**32), sampling=samplings)
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -348,9 +354,7 @@ def test_smollm2_random_schemas_and_tool_calls(smollm2: LocalEngine) -> None:
     chat = [{"role": "user", "content": "Read the file notes.txt as text."}]
     for options in ({}, {"temperature": 0.8, "seed": 1}):
         got, expected = (
-            smollm2.chat(
-                chat, tools=TOOLS, tool_choice="read_file", draft=draft, max_tokens=80, **options
-            ).result()
+            smollm2.chat(chat, tools=TOOLS, tool_choice="read_file", draft=draft, max_tokens=80, **options).result()
             for draft in (True, False)
         )
         assert got.token_ids == expected.token_ids
