@@ -70,6 +70,20 @@ def measure(
     return times, statistics.median(singles) < 1.5 * base
 
 
+def measure_forward(forward: Any, context_length: int, context: int = 256) -> tuple[dict[int, float], bool]:
+    """As `measure`, of a Forward's steps after `context` tokens."""
+    context = min(context, context_length // 2)
+    cache = forward.new_cache()
+    ids = (np.arange(context + max(WIDTHS)) * 7919 % forward.vocabulary).astype(np.int32)
+    forward.step(cache, ids[:context], 0)
+
+    def run(n: int) -> None:
+        forward.step(cache, ids[:n], n).cpu()  # waits for a GPU, too
+        cache.crop(context)
+
+    return measure(run, widths=tuple(n for n in WIDTHS if context + n <= context_length))
+
+
 class CostMeter:
     """v(n) as known now.
 

@@ -29,6 +29,7 @@ from agentspec.engines.request import GenerationRequest
 from agentspec.engines.sampling import Sampler, logprob
 from agentspec.engines.states import TrajectoryState, common_prefix
 from agentspec.engines.stops import Stopper
+from agentspec.errors import EngineClosedError
 from agentspec.memory import Context, Source
 
 __all__ = ["Decoder", "Output"]
@@ -84,6 +85,7 @@ class Decoder:
         self.max_draft = max_draft
         self.vocabulary = vocabulary
         self.step_lock = threading.Lock()
+        self.closed = threading.Event()  # the call under way ends after its step
         self._refine = refine
         self._proposer_ms = 0.0
         self._curve_version = -1
@@ -118,6 +120,8 @@ class Decoder:
         try:
             while not output.stopper.finish_reason and not output.aborted:
                 with self.step_lock:
+                    if self.closed.is_set():
+                        raise EngineClosedError("the engine was closed while this call ran")
                     if channel.aborted.is_set():
                         output.aborted = True
                     elif len(output.pending) > PREFILL_CHUNK:

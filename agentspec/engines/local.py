@@ -27,12 +27,12 @@ from agentspec.engines import cost, models
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, as_engine_error, now_ns
 from agentspec.engines.decoding import Decoder, Output
 from agentspec.engines.forward import Forward
+from agentspec.engines.request import check_fits
 from agentspec.engines.sampling import Sampler
-from agentspec.engines.states import States, TrajectoryState, divergence
+from agentspec.engines.states import States, TrajectoryState, default_budget, divergence, token_bytes
 from agentspec.engines.stops import Stopper
 from agentspec.engines.worker import Worker
 from agentspec.errors import (
-    ContextLengthError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
@@ -103,9 +103,7 @@ class LocalEngine:
             self.path: str | None = loaded.path
         else:
             if tokenizer is None:
-                raise InvalidRequestError(
-                    "LocalEngine: a loaded model needs tokenizer=, its transformers tokenizer"
-                )
+                raise InvalidRequestError("LocalEngine: a loaded model needs tokenizer=, its transformers tokenizer")
             self._model, self.tokenizer = model.eval(), tokenizer
             self.model_name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
             self.path = None
@@ -123,8 +121,10 @@ class LocalEngine:
         self.proposer = make_proposer(proposer, self.tokenizer)
         self.max_draft = max_draft
         self.forward = Forward.load(self._model, fast=fast)
-        self._states = States(self.store, _kv_budget(self.device) if kv_budget is None else kv_budget)
-        self._token_bytes = self._bytes_per_token()
+        self._states = States(self.store, default_budget(self.device) if kv_budget is None else kv_budget)
+        self._token_bytes = (
+            token_bytes(self._model.config, self.dtype.itemsize) if self.forward.cache_kind == "full" else 0
+        )
         if kv_budget is not None and self._token_bytes * 2 > kv_budget:
             raise InvalidRequestError(
                 f"kv_budget: one token's keys and values take {self._token_bytes} bytes, got a budget of {kv_budget}; "
@@ -179,9 +179,7 @@ class LocalEngine:
         tool_calls, invalid_tool_calls. agentspec.chat.prepare says what the arguments are; options:
         GenerationRequest's. Raises as `generate`, and ChatTemplateError, GrammarError, UnknownOptionError.
         """
-        GenerationRequest.of(
-            **{"input_ids": (0,), **options}
-        )  # a bad option is told before anything is rendered
+        GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
         trajectory = options.pop("trajectory", None) or current_trajectory()
         # Rendered now, so that a bad message is told to the caller and not to the stream. The history may still
         # grow by a call under way in this trajectory; then its output is tokenised instead of spliced.
@@ -209,10 +207,12 @@ class LocalEngine:
         return self._submit(request, prepared, messages)
 
     def close(self) -> None:
-        """Stop the worker after the running step and free the caches. Calls not served end with EngineClosedError."""
+        """Stop after the running step and free the caches. Calls under way and calls waiting end with
+        EngineClosedError."""
         if self._closed:
             return
         self._closed = True
+        self._decoder.closed.set()
         for job in self._worker.stop():
             job.channel.put(_closed())
         self._states.clear()
@@ -224,9 +224,7 @@ class LocalEngine:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a LocalEngine can't be sent to another process: make one there (each loads the model itself)"
-        )
+        raise TypeError("a LocalEngine can't be sent to another process: make one there (each loads the model itself)")
 
     # ---- what is held -------------------------------------------------------------------------
 
@@ -257,43 +255,12 @@ class LocalEngine:
     def _check(self, request: GenerationRequest) -> None:
         if self._closed:
             raise _closed()
-        ids = np.asarray(request.input_ids)
-        if ids.size == 0:
-            raise InvalidRequestError("input_ids: needed at least one token, got none")
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InvalidRequestError(
-                f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}"
-            )
-        named = {
-            "input_ids": (int(ids.min()), int(ids.max())),
-            "logit_bias": tuple(request.logit_bias),
-            "stop_token_ids": tuple(i for s in request.stop_sequences for i in s),
-            "bad_words": tuple(int(i) for w in request.bad_words if not isinstance(w, str) for i in w),
-        }
-        for name, values in named.items():
-            if values and not 0 <= min(values) <= max(values) < self.vocabulary:
-                raise InvalidRequestError(
-                    f"{name}: this model's ids are 0..{self.vocabulary - 1}, got {min(values)}..{max(values)}"
-                )
-        if request.top_logprobs > self.vocabulary:
-            raise InvalidRequestError(
-                f"top_logprobs: the vocabulary has {self.vocabulary}, got {request.top_logprobs}"
-            )
-        room = self._room
         why = (
-            f"the model's context holds {room}"
-            if room == self.context_length
-            else f"kv_budget holds {room} tokens of {self._token_bytes} bytes"
+            f"the model's context holds {self._room}"
+            if self._room == self.context_length
+            else f"kv_budget holds {self._room} tokens of {self._token_bytes} bytes"
         )
-        if len(ids) >= room:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens, {why} with at least one for the output: shorten the history"
-            )
-        if request.max_tokens is not None and len(ids) + request.max_tokens > room:
-            raise ContextLengthError(
-                f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) are too long, {why}: ask for at most "
-                f"{room - len(ids)}, or shorten the history"
-            )
+        check_fits(request, self.vocabulary, self._room, why)
 
     @property
     def _room(self) -> int:
@@ -335,9 +302,7 @@ class LocalEngine:
         for job in jobs:
             for output in job.outputs:
                 output.context.memory.close(output.context)
-            job.channel.orphan(
-                EngineError("this call runs in the parent process; the forked child can't follow it")
-            )
+            job.channel.orphan(EngineError("this call runs in the parent process; the forked child can't follow it"))
         self._states.drop_broken()
 
     # ---- one call -----------------------------------------------------------------------------
@@ -345,7 +310,12 @@ class LocalEngine:
     def _run(self, job: _Job) -> None:
         request = job.request
         prompt = np.asarray(request.input_ids, dtype=np.int32)
-        state = self._states.begin(job.trajectory)
+        try:
+            state = self._states.begin(job.trajectory)
+        except Exception:
+            if job.once:
+                self._states.forget(job.trajectory)
+            raise
         whole = False
         try:
             with self._decoder.step_lock:
@@ -452,14 +422,8 @@ class LocalEngine:
             if ids:
                 record = OutputRecord.of(self.tokenizer, ids, self.eos_ids)
                 text = record.text if aborted else output.stopper.text
-                message = (
-                    {"role": "assistant", "content": text}
-                    if output.parser is None
-                    else output.parser.message()
-                )
-                state.history.add(
-                    record, message, job.prepared.prompt.text if job.prepared is not None else None
-                )
+                message = {"role": "assistant", "content": text} if output.parser is None else output.parser.message()
+                state.history.add(record, message, job.prepared.prompt.text if job.prepared is not None else None)
         state.cached = state.cached.copy()
 
     def _encode(self, text: str) -> list[int]:
@@ -489,7 +453,7 @@ class LocalEngine:
                 state.memory.seed([i for i in seed.content if i < self.vocabulary], source)
         state.seeds_taken[trajectory] = taken + len(seeds)
 
-    # ---- v(n) and bytes -----------------------------------------------------------------------
+    # ---- v(n) ---------------------------------------------------------------------------------
 
     def _measured_curve(self, announce: models.Notice) -> CostCurve:
         """v(n) from the disk, or measured now: under ten seconds for a model that takes 0.1 s a token."""
@@ -507,34 +471,10 @@ class LocalEngine:
         times = cost.stored(path, identity)
         if times is None:
             announce("measuring what a forward over n tokens costs on this machine (a few seconds, once)")
-            times, steady = self._measure()
+            times, steady = cost.measure_forward(self.forward, self.context_length)
             if steady:
                 cost.store(path, identity, times)
         return CostCurve.measured(times, name="measured")
-
-    def _measure(self, context: int = 256) -> tuple[dict[int, float], bool]:
-        """cost.measure after `context` tokens."""
-        context = min(context, self.context_length // 2)
-        cache = self.forward.new_cache()
-        ids = (np.arange(context + max(cost.WIDTHS)) * 7919 % self.vocabulary).astype(np.int32)
-        self.forward.step(cache, ids[:context], 0)
-
-        def run(n: int) -> None:
-            self.forward.step(cache, ids[:n], n)
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize()
-            cache.crop(context)
-
-        return cost.measure(run, widths=tuple(n for n in cost.WIDTHS if context + n <= self.context_length))
-
-    def _bytes_per_token(self) -> int:
-        """Of keys and values, in a cache that grows with every token; 0 where it doesn't."""
-        config = self._model.config.get_text_config()
-        if self.forward.cache_kind != "full":
-            return 0
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * heads * size * self.dtype.itemsize)
 
 
 def _call(method: Callable[[], Callable[[T], None] | None], argument: T) -> None:
@@ -554,16 +494,6 @@ def _caller() -> Hashable:
     except RuntimeError:
         task = None
     return ("task", id(task)) if task is not None else ("thread", threading.get_ident())
-
-
-def _kv_budget(device: str) -> int:
-    """A quarter of the memory where the keys and values are."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[1] // 4)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentspec.errors import InvalidRequestError, UnknownOptionError
+import numpy as np
+
+from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError
 from agentspec.loop import Trajectory
 from agentspec.memory import Span
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from agentspec.drafting import Draft
 
 __all__ = ["Constraint", "GenerationRequest"]
@@ -113,27 +113,16 @@ class GenerationRequest:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}: needed True or False, got {getattr(self, name)!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
-            )
+            raise InvalidRequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
         if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError(
-                f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}"
-            )
+            raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias: an id", token, 0)
-            if (
-                isinstance(bias, bool)
-                or not isinstance(bias, (int, float))
-                or math.isnan(bias)
-                or bias == math.inf
-            ):
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
                 raise InvalidRequestError(f"logit_bias of {token}: needed a number or -inf, got {bias!r}")
         stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence):
-            raise InvalidRequestError(
-                f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}"
-            )
+            raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}")
         for text in stops:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop: needed non-empty texts, got {text!r:.80}")
@@ -159,8 +148,40 @@ class GenerationRequest:
 
     @property
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(int(i) for i in s) if isinstance(s, Sequence) else (int(s),) for s in self.stop_token_ids
+        return tuple(tuple(int(i) for i in s) if isinstance(s, Sequence) else (int(s),) for s in self.stop_token_ids)
+
+
+def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str) -> None:
+    """Raise InvalidRequestError for ids that a model doesn't have, ContextLengthError for more than `room` tokens.
+
+    room: most tokens of prompt and output; why: what limits it, in words
+    """
+    ids = np.asarray(request.input_ids)
+    if ids.size == 0:
+        raise InvalidRequestError("input_ids: needed at least one token, got none")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise InvalidRequestError(f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}")
+    named = {
+        "input_ids": (int(ids.min()), int(ids.max())),
+        "logit_bias": tuple(request.logit_bias),
+        "stop_token_ids": tuple(i for s in request.stop_sequences for i in s),
+        "bad_words": tuple(int(i) for w in request.bad_words if not isinstance(w, str) for i in w),
+    }
+    for name, values in named.items():
+        if values and not 0 <= min(values) <= max(values) < vocabulary:
+            raise InvalidRequestError(
+                f"{name}: this model's ids are 0..{vocabulary - 1}, got {min(values)}..{max(values)}"
+            )
+    if request.top_logprobs > vocabulary:
+        raise InvalidRequestError(f"top_logprobs: the vocabulary has {vocabulary}, got {request.top_logprobs}")
+    if len(ids) >= room:
+        raise ContextLengthError(
+            f"the prompt has {len(ids)} tokens, {why} with at least one for the output: shorten the history"
+        )
+    if request.max_tokens is not None and len(ids) + request.max_tokens > room:
+        raise ContextLengthError(
+            f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) are too long, {why}: ask for at most "
+            f"{room - len(ids)}, or shorten the history"
         )
 
 

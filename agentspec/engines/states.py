@@ -1,4 +1,4 @@
-"""States: what LocalEngine holds for each trajectory, under a byte budget for keys and values. Imports no torch.
+"""States: what LocalEngine holds for each trajectory, under a byte budget for keys and values.
 
 The least recently used trajectory's cache goes first, never one in use; what it held is computed again when the
 trajectory's next call comes. Memory (agentspec.memory) has its own budget. Called by LocalEngine.
@@ -6,11 +6,12 @@ trajectory's next call comes. Memory (agentspec.memory) has its own budget. Call
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,9 +77,7 @@ class States:
         with self.lock:
             state = self._states.get(key)
             if state is None:
-                state = self._states[key] = TrajectoryState(
-                    self._store.open(trajectory.id, trajectory.namespace)
-                )
+                state = self._states[key] = TrajectoryState(self._store.open(trajectory.id, trajectory.namespace))
             self._states.move_to_end(key)
             return state
 
@@ -139,6 +138,26 @@ class States:
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def default_budget(device: str) -> int:
+    """A quarter of the memory where keys and values are, in bytes."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[1] // 4)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def token_bytes(config: Any, itemsize: int) -> int:
+    """Of one token's keys and values in a cache that grows with every token. config: the model's."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * itemsize)
 
 
 def common_prefix(held: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
