@@ -359,6 +359,12 @@ def test_a_torch_without_the_operators_serves_stock(monkeypatch: pytest.MonkeyPa
     _assert_stock_and_unharmed(forward, "no packed linears")
 
 
+def test_without_the_compiler_it_serves_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    forward = Forward.load(copy.deepcopy(reference("llama-odd")))
+    _assert_stock_and_unharmed(forward, "NUMBA_DISABLE_JIT")
+
+
 def test_operators_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = forward_cpu.PackedLinear.apply_rows
     monkeypatch.setattr(forward_cpu.PackedLinear, "apply_rows", lambda self, x: right(self, x) * 1.01)
