@@ -59,6 +59,7 @@ def test_the_budget_is_kept_and_the_least_recently_used_goes_first() -> None:
         store.open("run 0")  # kept warm
         assert store.nbytes <= MIB
     store.check()
+    assert len(store.open("run 0")) > 2000  # as it was, not forgotten and made anew
     assert (None, "run 0") in store and (None, "run 1") not in store and (None, "run 59") in store
     assert store.evictions > 30
 
