@@ -9,6 +9,9 @@ trajectories
 in file order. Tokens per verify step, bonus included, all steps counted; macro is the mean over the families; each
 peer at its best width on two cost curves. A peer that can't be imported is named, with how to get it:
 
+us/prop: median of a proposal; us/out: all other time (prompts and outputs taken in), mean per output token, so
+wall-clock noise and first use are in it; benchmarks/mixture_cost.py measures ours apart.
+
     sglang      the wheel 0.5.23: NgramCorpus as NGRAMWorker drives it (as shipped: outputs only; and with the
                 prompt inserted). Its N counts the root, so N = 17 for 16 drafted tokens
     hf          transformers' PromptLookupCandidateGenerator, 3-grams
@@ -317,7 +320,7 @@ def main() -> None:
     wanted = [word for word in args.only.split(",") if word]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     print(f"{'':26}{'width':>6}{'drafted':>9}{'all':>7}{'macro':>7}  " + "".join(f"{f:>8}" for f in data)
-          + f"{'us/prop':>9}{'us/tok':>8}")  # fmt: skip
+          + f"{'us/prop':>9}{'us/out':>8}")  # fmt: skip
     for name, make in peers.items():
         if wanted and not any(word in name for word in wanted):
             continue
