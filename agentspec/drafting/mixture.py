@@ -225,8 +225,6 @@ class MixtureProposer:
         prior: Prior | str | Path | None = None,
         pairs: int = (1 << PAIRS) - 1,
         vocabulary: Vocabulary | None = None,
-        min_match: int = 1,
-        max_match: int = 16,
     ) -> None:
         if not 0 <= max_draft <= MAX_NODES:
             raise InvalidRequestError(f"max_draft: needed 0..{MAX_NODES}, got {max_draft!r}")
