@@ -191,9 +191,7 @@ class Server:
         with urllib.request.urlopen(self.url + route, timeout=30) as answer:
             return json.loads(answer.read())
 
-    def generate(
-        self, ids: Sequence[int], max_new_tokens: int = 64, *, timeout: float = 240.0, **rest: Any
-    ) -> Any:
+    def generate(self, ids: Sequence[int], max_new_tokens: int = 64, *, timeout: float = 240.0, **rest: Any) -> Any:
         """One /generate call; keyword arguments that SGLang knows as top-level fields stay there, others are
         sampling parameters. Greedy and to full length unless told."""
         return self.post("/generate", body(ids, max_new_tokens, **rest), timeout)

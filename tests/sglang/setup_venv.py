@@ -68,9 +68,7 @@ def _python311() -> str:
         return sys.executable
     found = shutil.which("python3.11")
     if found is None:
-        sys.exit(
-            f"needed Python 3.11 for SGLang {SGLANG}: run this script with it, or put python3.11 on the PATH"
-        )
+        sys.exit(f"needed Python 3.11 for SGLang {SGLANG}: run this script with it, or put python3.11 on the PATH")
     return found
 
 
@@ -87,9 +85,7 @@ def main() -> None:
     where = venv_path()
     if not ready():
         began = time.monotonic()
-        print(
-            f"Setting up SGLang {SGLANG} for CPU tests at {where}: a few minutes, about 2.8 GB.", flush=True
-        )
+        print(f"Setting up SGLang {SGLANG} for CPU tests at {where}: a few minutes, about 2.8 GB.", flush=True)
         _run(_python311(), "-m", "venv", "--clear", where)
         pip: list[str | Path] = [python_path(), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         _install_torch(pip)

@@ -70,9 +70,7 @@ def test_a_repeated_output_is_drafted() -> None:
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(0, 4), min_size=2, max_size=60), st.lists(st.integers(0, 4), min_size=1, max_size=40)
-)
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=60), st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_whatever_is_drafted_the_output_is_the_targets(output: list[int], prompt: list[int]) -> None:
     drafter = make()
     for _ in range(2):
@@ -114,9 +112,7 @@ def test_no_draft_is_deeper_than_what_may_still_be_emitted() -> None:
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     for limit in (4, 5, 6):
-        call = drafter.begin(
-            RequestSettings(trajectory="session:x"), np.array([40, 41], np.int32), max_output=limit
-        )
+        call = drafter.begin(RequestSettings(trajectory="session:x"), np.array([40, 41], np.int32), max_output=limit)
         drafter.take(call, output[:3])
         assert drafter.draft([call]).lengths[0] - 1 <= limit - 3 - 1
         drafter.end(call, output[:3])
@@ -249,9 +245,7 @@ def test_two_ranks_draft_alike() -> None:
 def test_load_switches_drafting_off() -> None:
     """At a batch where more tokens cost what they bring at most, nothing is proposed at all."""
     chosen = PluginSettings(cost_curve={1: 1.0, 4: 1.0, 8: 9.0, 64: 500.0})
-    drafter = Drafter(
-        chosen, vocabulary=VOCABULARY, curve=chosen.curve("cpu"), widest=4, max_rows=8, trees=True
-    )
+    drafter = Drafter(chosen, vocabulary=VOCABULARY, curve=chosen.curve("cpu"), widest=4, max_rows=8, trees=True)
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     calls = [begin(drafter, [40, 41], trajectory="session:x") for _ in range(4)]

@@ -1,4 +1,7 @@
-"""Too little KV memory for all requests at once: SGLang takes running requests back and runs them again."""
+"""SGLang takes running requests back and runs them again, as it does when KV memory runs short.
+
+SGLang's own test switch forces it at every seventh forward, so that it surely happens.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server(
         "tiny",
         overlap=request.param == "overlap",
-        max_total_tokens=700,
-        context_length=600,
         chunked_prefill_size=64,
-        schedule_conservativeness=0.0,
+        variables={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
     ) as running:
         yield running
 
 
 def test_retracted_requests_say_the_same(server: Server) -> None:
-    requests: list[dict[str, Any]] = [body(prompt(200 + i, 60), 200, session_id=f"s{i}") for i in range(8)]
+    requests: list[dict[str, Any]] = [body(prompt(200 + i, 90), 100, session_id=f"s{i}") for i in range(6)]
     plain = [{**r, "session_id": f"alone{i}"} for i, r in enumerate(requests)]
     alone = [server.post("/generate", request) for request in plain]
     retracted = 0
@@ -36,13 +37,12 @@ def test_retracted_requests_say_the_same(server: Server) -> None:
         assert [a["output_ids"] for a in together] == [a["output_ids"] for a in alone]
         retracted += sum(a["meta_info"]["num_retractions"] for a in together)
     assert retracted > 0, "nothing was retracted: the test shows nothing"
-    assert sum(steps(a)[0] for a in together) < sum(steps(a)[0] for a in alone)
     assert "IntegrityError" not in server.log
 
 
 def test_memory_is_right_after_retraction(server: Server) -> None:
     """An output that was retracted is remembered once: its call is drafted in as few steps as ever."""
-    ids = prompt(200, 60)
-    again = server.generate(ids, 200, session_id="s0")
+    ids = prompt(200, 90)
+    again = server.generate(ids, 100, session_id="s0")
     assert again["meta_info"]["agentspec"][0]["held_tokens"] == len(ids)
-    assert steps(again)[0] <= 50
+    assert steps(again)[0] <= 30

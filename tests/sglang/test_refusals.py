@@ -99,9 +99,7 @@ def test_a_plugin_that_breaks_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_diagnosis_in_sglangs_environment(tmp_path: Path, variables: dict[str, str], said: str) -> None:
-    code = (
-        "from sglang_agentspec.diagnosis import diagnose\nfor f in diagnose(): print(f.ok, f.name, f.found)"
-    )
+    code = "from sglang_agentspec.diagnosis import diagnose\nfor f in diagnose(): print(f.ok, f.name, f.found)"
     done = subprocess.run(
         [str(python_path()), "-c", code],
         env={**environment(tmp_path), **variables},

@@ -90,6 +90,4 @@ def test_what_cannot_be_used_is_said(custom: dict[str, Any], named: str) -> None
 )
 def test_nothing_a_request_says_raises(custom: dict[str, Any]) -> None:
     settings = read_settings(request(custom), 5, 100)
-    assert all(
-        isinstance(piece, np.ndarray) and piece.min() >= 0 and piece.max() < 100 for piece in settings.seeds
-    )
+    assert all(isinstance(piece, np.ndarray) and piece.min() >= 0 and piece.max() < 100 for piece in settings.seeds)

@@ -51,9 +51,7 @@ def told(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_mode_is_as_asked(server: Server, overlap: bool) -> None:
-    assert ("AGENTSPEC ready" in server.log) and (
-        f"{'overlap' if overlap else 'synchronous'} scheduling" in server.log
-    )
+    assert ("AGENTSPEC ready" in server.log) and (f"{'overlap' if overlap else 'synchronous'} scheduling" in server.log)
     assert server.get("/server_info")["speculative_algorithm"] == "AGENTSPEC"
 
 
@@ -159,8 +157,7 @@ def test_a_canary_of_one_tenant_is_never_drafted_for_another(server: Server) -> 
     assert told(b1)["held_tokens"] == 0
     assert steps(b1) == steps(none), "B got what somebody without a history gets"
     both = [
-        body(opening + canary, 48, session_id="same", cache_salt=f"tenant-{t}")
-        for t in ("a", "d", "a", "d", "e", "e")
+        body(opening + canary, 48, session_id="same", cache_salt=f"tenant-{t}") for t in ("a", "d", "a", "d", "e", "e")
     ]
     for answer in server.together(both):
         assert answer["output_ids"] == a1["output_ids"]
@@ -175,9 +172,7 @@ def test_seeds_travel_with_the_call_they_serve(server: Server) -> None:
     seeded = server.generate(start, 48, session_id="seeded", custom_params=seeds)
     assert seeded["output_ids"] == known
     assert steps(seeded)[0] <= 16
-    wrong = server.generate(
-        start, 8, custom_params={"agentspec_seed_ids": [VOCABULARY], "agentspec_colour": 1}
-    )
+    wrong = server.generate(start, 8, custom_params={"agentspec_seed_ids": [VOCABULARY], "agentspec_colour": 1})
     assert wrong["output_ids"] == known[:8]
     problems = told(wrong)["problems"]
     assert any("agentspec_seed_ids" in p for p in problems) and any("agentspec_colour" in p for p in problems)
@@ -195,9 +190,7 @@ def test_seeds_travel_with_the_call_they_serve(server: Server) -> None:
         ({}, None),
     ],
 )
-def test_a_response_says_whether_it_was_drafted(
-    server: Server, sampling: dict[str, Any], reason: str | None
-) -> None:
+def test_a_response_says_whether_it_was_drafted(server: Server, sampling: dict[str, Any], reason: str | None) -> None:
     ids = prompt(100, 60)
     server.generate(ids, 24, session_id="reasons")
     answer = server.generate(ids, 24, session_id="reasons", **sampling)
@@ -230,9 +223,7 @@ def test_custom_logit_processor_is_applied(server: Server) -> None:
 
 def test_grammar_output_validates_while_drafted(server: Server) -> None:
     ids = prompt(103, 40)
-    answers = [
-        server.generate(ids, 60, session_id="json", json_schema=SCHEMA, ignore_eos=False) for _ in range(3)
-    ]
+    answers = [server.generate(ids, 60, session_id="json", json_schema=SCHEMA, ignore_eos=False) for _ in range(3)]
     assert len({a["text"] for a in answers}) == 1
     if answers[0]["meta_info"]["finish_reason"]["type"] == "stop":
         json.loads(answers[0]["text"])
@@ -270,10 +261,7 @@ def test_abort_midstream_leaves_the_server_and_the_memory_right(server: Server) 
     stream.close()
     assert got[-1]["output_ids"] == whole[: len(got[-1]["output_ids"])]
     deadline = time.monotonic() + 60
-    while (
-        server.get("/server_info")["internal_states"][0].get("num_running_reqs", 0)
-        and time.monotonic() < deadline
-    ):
+    while server.get("/server_info")["internal_states"][0].get("num_running_reqs", 0) and time.monotonic() < deadline:
         time.sleep(0.2)
     answer = server.generate(ids, 200, session_id="aborted")
     assert answer["output_ids"] == whole
@@ -290,7 +278,5 @@ def test_flush_forgets(server: Server) -> None:
 
 def test_nothing_went_wrong_in_the_log(server: Server) -> None:
     """Last of the module: the scheduler met no exception of ours, and no draft was refused."""
-    ours = [
-        line for line in server.log.splitlines() if "sglang_agentspec" in line or "IntegrityError" in line
-    ]
+    ours = [line for line in server.log.splitlines() if "sglang_agentspec" in line or "IntegrityError" in line]
     assert not ours, ours[:20]

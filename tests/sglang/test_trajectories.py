@@ -15,9 +15,7 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def run_call(
-    book: TrajectoryBook, prompt: np.ndarray, output: np.ndarray, scope: str = "", name: str | None = None
-):
+def run_call(book: TrajectoryBook, prompt: np.ndarray, output: np.ndarray, scope: str = "", name: str | None = None):
     trajectory = book.open(scope, name, prompt)
     context = trajectory.memory.extend(prompt)
     trajectory.memory.append(context, output)

@@ -83,9 +83,7 @@ def test_packed_tree_is_the_drafts(given_drafts: list[Draft], width: int) -> Non
 )
 def test_what_no_verifier_may_be_given_is_left_out(tokens: list[int], parents: list[int], fault: str) -> None:
     n = len(tokens)
-    bad = Draft(
-        np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(n, np.float32), np.zeros(n, np.int8)
-    )
+    bad = Draft(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(n, np.float32), np.zeros(n, np.int8))
     good = Draft.chain([3, 4])
     tree = VerifyTree(2, 8)
     [(row, said)] = pack(tree, [50, 60], [bad, good], 8, 100)
@@ -100,9 +98,7 @@ def test_full_mask_is_the_one_that_stock_ngram_builds(lengths: list[int], width:
     """As `ngram_worker.py` writes it: per request [ones(width, length), tree], flattened and joined."""
     trees = np.array([source.random() < 0.5 for _ in range(len(lengths) * width * width)])
     each = trees.reshape(len(lengths), width, width)
-    stock = [
-        np.concatenate([np.ones((width, n), bool), t], 1).ravel() for n, t in zip(lengths, each, strict=True)
-    ]
+    stock = [np.concatenate([np.ones((width, n), bool), t], 1).ravel() for n, t in zip(lengths, each, strict=True)]
     places, total = places_in_full_mask(np.array(lengths), width)
     mask = np.ones(total, bool)
     mask[places] = trees

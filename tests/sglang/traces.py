@@ -28,15 +28,11 @@ def traces_path() -> Path | None:
     """Where the traces lie, or None: $AGENTSPEC_TRACES, else ../shared/traces beside the checkout or above
     it."""
     given = os.environ.get("AGENTSPEC_TRACES")
-    candidates = (
-        [Path(given)] if given else [p / "shared" / "traces" for p in (ROOT.parent, ROOT.parent.parent)]
-    )
+    candidates = [Path(given)] if given else [p / "shared" / "traces" for p in (ROOT.parent, ROOT.parent.parent)]
     return next((p for p in candidates if (p / "tau.open.jsonl").exists()), None)
 
 
-def load_calls(
-    tokenizer: Any, family: str, trajectories: int, longest: int = 6000, most_calls: int = 8
-) -> list[Call]:
+def load_calls(tokenizer: Any, family: str, trajectories: int, longest: int = 6000, most_calls: int = 8) -> list[Call]:
     """The calls of a family's first trajectories, ChatML with tool calls as the traces' README says.
 
     Calls whose prompt and output exceed `longest` tokens end their trajectory.

@@ -66,10 +66,7 @@ class ScriptedForCausalLM(nn.Module):
         slots = forward_batch.req_pool_indices.tolist()
         if mode.is_extend() and not mode.is_target_verify():
             self._read_prompts(input_ids, forward_batch)
-            rows = [
-                (slot, length - 1)
-                for slot, length in zip(slots, forward_batch.seq_lens.tolist(), strict=True)
-            ]
+            rows = [(slot, length - 1) for slot, length in zip(slots, forward_batch.seq_lens.tolist(), strict=True)]
         else:
             each = len(input_ids) // max(1, len(slots))
             rows = [(slots[i // each], p) for i, p in enumerate(positions.tolist())]
