@@ -62,27 +62,18 @@ def _device() -> list[Finding]:
 
 
 def _numba() -> list[Finding]:
-    import numba
+    from agentspec.memory import index  # noqa: F401  (its import makes the kernels ready)
+    from agentspec.memory.kernels import kernel_report
 
-    config: Any = numba.config
-    if config.DISABLE_JIT:
-        return [
-            Finding("kernels", "note", "NUMBA_DISABLE_JIT is set: the kernels run as plain Python, slowly", "unset NUMBA_DISABLE_JIT")
-        ]
-    from agentspec.memory import index
-
-    root = Path(index.__file__).parent
-    cached = [*root.rglob("*.nbi"), *_numba_cache().rglob("*.nbi")] if _numba_cache().is_dir() else list(root.rglob("*.nbi"))
-    if not cached:
-        return [Finding("kernels", "note", "compiled at each start: no compiled kernels are cached yet", "agentspec demo")]
-    return [Finding("kernels", "ok", f"compiled by numba and cached ({len(cached)} files)")]
-
-
-def _numba_cache() -> Path:
-    import numba
-
-    config: Any = numba.config
-    return Path(config.CACHE_DIR) if config.CACHE_DIR else Path(agentspec.__file__).parent / "__pycache__"
+    report = kernel_report()
+    if not report["compiled"]:
+        text = "NUMBA_DISABLE_JIT is set: the kernels run as plain Python, slowly"
+        return [Finding("kernels", "note", text, "unset NUMBA_DISABLE_JIT")]
+    text = f"{report['kernels']} ready in {report['seconds']:.1f} s, {report['from_cache']} from the disk cache"
+    if report["uncached"]:
+        remedy = "export NUMBA_CACHE_DIR=/a/writable/directory"
+        return [Finding("kernels", "note", f"{text}; the cache can't be written, so each start compiles", remedy)]
+    return [Finding("kernels", "ok", text)]
 
 
 def _model() -> list[Finding]:
