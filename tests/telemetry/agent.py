@@ -5,6 +5,7 @@ SCENARIO.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 import time
@@ -48,7 +49,16 @@ def everything(engine, failing) -> None:
             break
 
 
+leaving = [0.0]
+
+
+def left() -> None:
+    print(f"left after {time.monotonic() - leaving[0]:.3f}", flush=True)
+
+
 def main() -> None:
+    # Registered before telemetry's own exit handler, so called after it.
+    atexit.register(left)
     scenario = sys.argv[1]
     failing = ScriptedEngine([[Step(1), Step(error=RuntimeError("out of memory"))]])
     if scenario == "own-provider":
@@ -85,7 +95,8 @@ def main() -> None:
             child.join()
     else:
         raise SystemExit(f"unknown scenario {scenario}")
-    print(f"leaving {time.time():.3f} installed {made.installed if made else None}", flush=True)
+    leaving[0] = time.monotonic()
+    print(f"leaving, installed {made.installed if made else None}", flush=True)
 
 
 def _child() -> None:

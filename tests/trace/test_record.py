@@ -24,8 +24,6 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from agentspec.telemetry.otlp_json import encode
 from tests.trace.conftest import AN_AGENT, ROOT, agentspec
 
-pytestmark = pytest.mark.fast
-
 ID_KEYS = ("traceId", "spanId", "parentSpanId")
 
 
@@ -48,6 +46,7 @@ def as_protobuf(document):
     return json_format.ParseDict(base64_ids(document), ExportTraceServiceRequest())
 
 
+@pytest.mark.fast
 def test_the_encoding_is_the_collectors_message_by_message():
     exporter = InMemorySpanExporter()
     provider = TracerProvider(resource=Resource.create({"service.name": "s", "n": 3, "list": ["a", "b"]}))
@@ -74,6 +73,7 @@ def test_the_encoding_is_the_collectors_message_by_message():
     assert json_format.MessageToDict(ours) == json_format.MessageToDict(theirs)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("value", "text"), [(float("nan"), "NaN"), (float("inf"), "Infinity"), (float("-inf"), "-Infinity")]
 )
@@ -88,6 +88,7 @@ def test_numbers_that_json_lacks(value, text):
     as_protobuf(document)
 
 
+@pytest.mark.fast
 def test_a_recording_is_one_object_that_jaeger_takes(recording):
     document = json.loads(recording.read_text(encoding="utf-8"))
     assert list(document) == ["resourceSpans"], "Jaeger's upload looks for this key"
@@ -97,6 +98,7 @@ def test_a_recording_is_one_object_that_jaeger_takes(recording):
     assert all(len(s.trace_id) == 16 and len(s.span_id) == 8 for s in spans)
 
 
+@pytest.mark.fast
 def test_the_commands_exit_code_is_passed_on(tmp_path):
     script = "import agentspec, sys\nwith agentspec.trajectory(): pass\nsys.exit(7)"
     done = agentspec("trace", "record", tmp_path / "x.json", "--", sys.executable, "-c", script)
@@ -104,17 +106,20 @@ def test_the_commands_exit_code_is_passed_on(tmp_path):
     assert (tmp_path / "x.json").exists()
 
 
+@pytest.mark.ci
 def test_a_command_that_crashes_keeps_its_spans(tmp_path):
     script = "import agentspec\nwith agentspec.trajectory(name='a'): pass\nraise RuntimeError('x')"
     done = agentspec("trace", "record", tmp_path / "x.json", "--", sys.executable, "-c", script)
     assert done.returncode == 1 and "1 spans" in done.stderr and "RuntimeError" in done.stderr
 
 
+@pytest.mark.ci
 def test_no_spans_no_file(tmp_path):
     done = agentspec("trace", "record", tmp_path / "x.json", "--", sys.executable, "-c", "print(1)")
     assert done.returncode == 1 and "made no spans" in done.stderr and not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.fast
 def test_a_missing_command_and_a_missing_directory(tmp_path):
     done = agentspec("trace", "record", tmp_path / "x.json", "--", "no-such-program")
     assert done.returncode == 127 and "no-such-program" in done.stderr
@@ -123,6 +128,7 @@ def test_a_missing_command_and_a_missing_directory(tmp_path):
     assert agentspec("trace", "record", tmp_path / "x.json").returncode == 2
 
 
+@pytest.mark.ci
 def test_forked_children_and_threads_are_in_the_file(tmp_path):
     done = agentspec(
         "trace",
@@ -139,6 +145,7 @@ def test_forked_children_and_threads_are_in_the_file(tmp_path):
     assert "invoke_agent parent" in text and "invoke_agent child" in text
 
 
+@pytest.mark.fast
 def test_a_program_with_its_own_provider_keeps_it_and_is_recorded(tmp_path):
     done = agentspec(
         "trace",
@@ -155,15 +162,18 @@ def test_a_program_with_its_own_provider_keeps_it_and_is_recorded(tmp_path):
     assert '"mine"' in text and "invoke_agent reader" in text
 
 
+@pytest.mark.ci
 def test_content_only_when_asked_for(tmp_path):
     agentspec("trace", "record", "--content", tmp_path / "with.json", "--", *AN_AGENT, "trace")
     assert "You are terse." in (tmp_path / "with.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.fast
 def test_content_is_not_there_by_default(recording):
     assert "You are terse." not in recording.read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM kills there")
 def test_ended_from_outside_it_still_writes(tmp_path):
     script = (
