@@ -121,8 +121,11 @@ def time_saved_ms(stats: Any) -> float | None:
 
 
 def is_below_break_even(stats: Any) -> bool:
+    """Whether drafting lost time in this call. Where it was off it lost none."""
     per_step = stats.tokens_per_step
-    return per_step is not None and per_step < stats.break_even - 1e-9
+    if per_step is None or stats.not_drafted.get("off", 0) >= stats.verify_steps:
+        return False
+    return bool(per_step < stats.break_even - 1e-9)
 
 
 def band(rate: float | None) -> str:

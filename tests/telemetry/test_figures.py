@@ -54,6 +54,7 @@ def test_time_is_lost_where_drafts_cost_and_bring_nothing():
 def test_plain_decoding_saves_nothing_and_is_not_below_break_even():
     stats = call([(10.0, 1), (20.0, 1), (30.0, 1)], not_drafted={"off": 3})
     assert figures.time_saved_ms(stats) == pytest.approx(0.0)
+    stats.mean_cost = 1.02  # what a proposer would have cost
     written = figures.call_attributes(stats)
     assert written[n.BELOW] is False and written[n.NO_DRAFT] is True
     assert written["agentspec.not_drafted.off"] == 3
@@ -68,7 +69,9 @@ def test_bands(rate, band):
 
 
 def test_a_trajectory_is_the_sum_of_its_calls():
-    first = call([(10.0, 1), (40.0, 5)], proposed=8, accepted=4, mismatches=1, mean_cost=1.5, prompt_tokens=100)
+    first = call(
+        [(10.0, 1), (40.0, 5)], proposed=8, accepted=4, mismatches=1, mean_cost=1.5, prompt_tokens=100
+    )
     second = call([(5.0, 1), (15.0, 1)], mean_cost=1.0, prompt_tokens=120)
     written = figures.totals([first, second])
     assert written[n.CALLS] == 2 and written[n.STEPS] == 4 and written[n.TOTAL_OUTPUT] == 8

@@ -138,7 +138,9 @@ def test_a_collector_that_hangs_does_not_hold_the_exit():
 @pytest.mark.ci
 def test_a_collector_that_fails_is_said_once():
     with http_receiver(status=500) as receiver:
-        _, err, exit_s = run_agent("calls", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, OTEL_BSP_SCHEDULE_DELAY="20")
+        _, err, exit_s = run_agent(
+            "calls", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, OTEL_BSP_SCHEDULE_DELAY="20"
+        )
     assert len(err.splitlines()) == 1 and "500" in err
     assert exit_s < 2.0
 
@@ -171,7 +173,8 @@ def test_a_process_with_its_own_provider_keeps_it():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize(
-    "scenario", [pytest.param("fork", marks=pytest.mark.fast), pytest.param("multiprocessing", marks=pytest.mark.ci)]
+    "scenario",
+    [pytest.param("fork", marks=pytest.mark.fast), pytest.param("multiprocessing", marks=pytest.mark.ci)],
 )
 def test_a_forked_child_sends_its_own_spans_once(scenario):
     with http_receiver() as receiver:
