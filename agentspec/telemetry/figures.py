@@ -115,6 +115,8 @@ def time_saved_ms(stats: Any) -> float | None:
     steps = len(stats.arrivals)
     if steps < 2 or stats.output_tokens < 2 or stats.break_even <= 0:
         return None
+    if _was_off(stats):
+        return 0.0
     decode = stats.arrivals[-1][0] - stats.arrivals[0][0]
     plain_step = decode / (steps - 1) / stats.break_even
     return float((stats.output_tokens - 1) * plain_step - decode)
@@ -123,9 +125,11 @@ def time_saved_ms(stats: Any) -> float | None:
 def is_below_break_even(stats: Any) -> bool:
     """Whether drafting lost time in this call. Where it was off it lost none."""
     per_step = stats.tokens_per_step
-    if per_step is None or stats.not_drafted.get("off", 0) >= stats.verify_steps:
-        return False
-    return bool(per_step < stats.break_even - 1e-9)
+    return per_step is not None and not _was_off(stats) and bool(per_step < stats.break_even - 1e-9)
+
+
+def _was_off(stats: Any) -> bool:
+    return bool(stats.not_drafted.get("off", 0) >= stats.verify_steps)
 
 
 def band(rate: float | None) -> str:

@@ -55,6 +55,7 @@ def test_plain_decoding_saves_nothing_and_is_not_below_break_even():
     stats = call([(10.0, 1), (20.0, 1), (30.0, 1)], not_drafted={"off": 3})
     assert figures.time_saved_ms(stats) == pytest.approx(0.0)
     stats.mean_cost = 1.02  # what a proposer would have cost
+    assert figures.time_saved_ms(stats) == 0.0
     written = figures.call_attributes(stats)
     assert written[n.BELOW] is False and written[n.NO_DRAFT] is True
     assert written["agentspec.not_drafted.off"] == 3
