@@ -2,8 +2,8 @@
 
 llguidance was chosen over xgrammar by measurement (benchmarks/grammar.py libraries): it compiles a schema two to eight
 times sooner (1 to 4 ms), its masks are slower (0.03 to 0.3 ms against 0.01 to 0.03) but far below a step; it takes
-Lark, regex and JSON schema in one grammar, refuses what it can't honour instead of ignoring it, and depends on nothing,
-where xgrammar brings triton. A grammar here is only text; compiled.py turns it into masks and imports llguidance.
+Lark, regex and JSON schema in one grammar, refuses what it can't honour (uniqueItems, not), and depends on nothing, where
+xgrammar brings triton. A grammar here is only text; compiled.py turns it into masks and imports llguidance.
 
 What `max_tokens` does: an output under a grammar ends by itself ("stop") only where the grammar is satisfied.
 At max_tokens it ends as any other, with finish_reason "length"; its text is then the beginning of a valid
