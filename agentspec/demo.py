@@ -83,7 +83,7 @@ def _is_prose(path: Path, root: Path) -> bool:
 def _own_prose() -> dict[str, str]:
     root = Path(agentspec.__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():
-        paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+        paths = [root / "README.md", root / "docs" / "how-it-works.md", root / "docs" / "limits.md"]
         return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in paths if p.is_file()}
     readme: Any = importlib.metadata.metadata("agentspec-decoding")
     return {"README.md": str(readme.get_payload())}
@@ -124,7 +124,7 @@ _EXAMPLES = (
 
 def _plan(documents: Documents) -> Iterator[Step]:
     """Nine calls: seven that quote a tool's result, two that have nothing to copy."""
-    main = max(documents.files, key=lambda name: len(_paragraphs(documents.files[name])))
+    main = max(documents.files, key=lambda name: sum(map(len, _paragraphs(documents.files[name]))))
     short = Path(main).name
     one, two = documents.read_paragraph(main, 1), documents.read_paragraph(main, 3)
     yield Step(f"read_paragraph({short}, 1)", one, _REPEAT, 220)
