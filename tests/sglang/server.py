@@ -89,7 +89,7 @@ class Server:
         settings: dict[str, Any] | None = None,
         overlap: bool = False,
         plugin: bool = True,
-        wait: float = 300.0,
+        wait: float = 600.0,
         variables: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
