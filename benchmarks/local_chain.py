@@ -60,8 +60,8 @@ class Run:
 
     @property
     def per_token(self) -> list[float]:
-        """ms a token after the first, of each call."""
-        return [1e3 * s / max(1, len(i) - 1) for s, i in zip(self.seconds, self.ids, strict=True)]
+        """ms a token after the first, of each call (next to nothing where all came at once)."""
+        return [max(1e3 * s, 1e-3) / max(1, len(i) - 1) for s, i in zip(self.seconds, self.ids, strict=True)]
 
 
 class Clock:
