@@ -93,7 +93,7 @@ def test_every_example_is_run_here() -> None:
     assert names <= {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "command",
