@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,13 +127,13 @@ class TestConversion:
         assert self.conversions == 2 and "is damaged" in said[0]
 
 
-def _load_in_process(cache, results):
+def _load_in_process(cache):
     import os
 
     os.environ["AGENTSPEC_CACHE_DIR"] = cache
     said = []
     loaded = _load("smollm2", said.append)
-    results.put((sum(p.double().abs().sum().item() for p in loaded.model.parameters()), said))
+    return sum(p.double().abs().sum().item() for p in loaded.model.parameters()), said
 
 
 @pytest.mark.ci
@@ -140,14 +141,8 @@ def _load_in_process(cache, results):
 def test_two_processes_convert_the_real_gguf_once(tmp_path):
     if models._smollm2_gguf() is None:
         pytest.skip(f"needs the model's wheel: {models.SMOLLM2_COMMAND}")
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_load_in_process, args=(str(tmp_path), results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    (sum_a, said_a), (sum_b, said_b) = results.get(timeout=800), results.get(timeout=800)
-    for process in processes:
-        process.join()
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
+        (sum_a, said_a), (sum_b, said_b) = processes.map(_load_in_process, [str(tmp_path)] * 2)
     assert sum_a == sum_b
     told = said_a + said_b
     assert sum(text.startswith("converting") for text in told) == 1, told
