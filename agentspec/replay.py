@@ -277,6 +277,7 @@ def replay(
     deferred: bool = False,
     proposer_cost: float = 0.0,
     oracle: bool = True,
+    seeds: Callable[[Recording], Iterable[Sequence[int]]] | None = None,
     progress: Callable[[int, int, CallRow], None] | None = None,
 ) -> Report:
     """Replay recordings, in order.
@@ -285,6 +286,7 @@ def replay(
     fixed:    draft max_draft tokens at every step, whatever they cost; else the width policy decides
     shared:   a family's trajectories share a namespace
     deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine does)
+    seeds:    a recording's draft material besides its text, held as Source.SCHEMA before its first call
     """
     started = time.perf_counter()
     proposers: dict[str, Proposer] = {}
@@ -302,6 +304,8 @@ def replay(
             oracles[family] = CopyOracle(shared)
         proposer = proposers[family]
         memory = stores[family].open(f"{recording.id}#{number}", family if shared else None)
+        for seed in seeds(recording) if seeds is not None else ():
+            memory.seed(seed, Source.SCHEMA)
         policy = WidthPolicy(curve, max_draft, proposer_cost)
         oracles[family].new_trajectory()
         for index, call in enumerate(encoder.calls(recording)):

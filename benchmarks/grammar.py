@@ -1,6 +1,6 @@
 """Grammars: which library, what a mask costs of a step, and how many steps a tool call takes.
 
-    python benchmarks/grammar.py                       # all three, SmolLM2; two minutes on two quiet cores
+    python benchmarks/grammar.py                       # all four, SmolLM2; two minutes on two quiet cores
     python benchmarks/grammar.py libraries             # llguidance beside xgrammar (pip install xgrammar)
     python benchmarks/grammar.py overhead calls        # on LocalEngine
     --smoke: a few of each, for CI
@@ -13,6 +13,8 @@ overhead:  all of the constraint's work (masks, cuts, forced ids, advances) as a
 calls:     steps per emitted token of SmolLM2's tool calls: without drafts; held to by a grammar, with and
            without its forced ids; and free after one example of another tool, with and without the schema's
            seeds
+recorded:  tokens per step of recorded trajectories whose model was free to call tools or not (AGENTSPEC_TRACES),
+           replayed with and without the seeds of their tools' schemas, each trajectory by itself
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ import numpy as np
 from agentspec import LocalEngine, Trajectory
 from agentspec.chat import Grammar, prepare
 from agentspec.chat.compiled import CompiledGrammar
+from agentspec.chat.formats import registry
+from agentspec.chat.tools import Tools, skeletons
+from agentspec.drafting import make_proposer
 from agentspec.engines.base import GenerationRequest
 from agentspec.errors import GrammarError
+from agentspec.replay import Encoder, replay
 
 TOOLS = [
     {
@@ -404,15 +410,56 @@ def calls(engine: LocalEngine, smoke: bool) -> None:
         print(f"  {label:30} {steps / tokens:8.3f} {tokens:11} {steps:6} {schema:12} {written:15}")
 
 
+def recorded(engine: LocalEngine, smoke: bool) -> None:
+    from benchmarks.traces import load
+
+    print("\nrecorded: tokens per step, replayed, at most 16 drafted at every step, own trajectory only")
+    format = registry.get("hermes")
+    encoder = Encoder(engine.tokenizer)
+    ids: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
+
+    def seeds(recording: Any) -> list[list[int]]:
+        """As chat's prepare() makes them: a call's beginning follows the prompt's last ids."""
+        known = json.dumps(recording.tools)
+        if known not in ids:
+            begins, texts = skeletons(format, Tools.of([_declared(tool) for tool in recording.tools or ()]))
+            ids[known] = ([encoder.piece(t).tolist() for t in begins], [encoder.piece(t).tolist() for t in texts])
+        tail = encoder.piece("<|im_start|>assistant\n").tolist()
+        return [tail + begin for begin in ids[known][0]] + ids[known][1]
+
+    for family in ("tau", "toolapi"):
+        recordings = load([family], 10 if smoke else None)[family]
+        for proposer in ("match", "mixture"):
+            reports = [
+                replay(
+                    recordings, encoder, lambda: make_proposer(proposer), fixed=True, shared=False, oracle=False,
+                    seeds=chosen,
+                )
+                for chosen in (None, seeds)
+            ]  # fmt: skip
+            without, given = (report.totals()["tokens_per_step"] for report in reports)
+            first = [
+                report.totals([row for row in report.rows if row.call < 3])["tokens_per_step"] for report in reports
+            ]
+            print(
+                f"  {family:8} {proposer:8} {without:.3f} -> {given:.3f} ({100 * (given / without - 1):+.2f} %); "
+                f"the first three calls {first[0]:.3f} -> {first[1]:.3f} ({100 * (first[1] / first[0] - 1):+.2f} %)"
+            )
+
+
+def _declared(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=["libraries", "overhead", "calls", []], default=[])
+    parser.add_argument("parts", nargs="*", choices=["libraries", "overhead", "calls", "recorded", []], default=[])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--smoke", action="store_true")
     chosen = parser.parse_args()
-    parts = chosen.parts or ["libraries", "overhead", "calls"]
+    parts = chosen.parts or ["libraries", "overhead", "calls", "recorded"]
     with LocalEngine(chosen.model) as engine:
         if "libraries" in parts:
             libraries(engine.tokenizer, engine.vocabulary, chosen.smoke)
@@ -420,6 +467,8 @@ def main() -> None:
             overhead(engine, chosen.smoke)
         if "calls" in parts:
             calls(engine, chosen.smoke)
+        if "recorded" in parts:
+            recorded(engine, chosen.smoke)
 
 
 if __name__ == "__main__":
