@@ -26,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -432,7 +433,7 @@ def recorded(engine: LocalEngine, smoke: bool) -> None:
         for proposer in ("match", "mixture"):
             reports = [
                 replay(
-                    recordings, encoder, lambda: make_proposer(proposer), fixed=True, shared=False, oracle=False,
+                    recordings, encoder, partial(make_proposer, proposer), fixed=True, shared=False, oracle=False,
                     seeds=chosen,
                 )
                 for chosen in (None, seeds)
