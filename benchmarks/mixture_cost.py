@@ -79,7 +79,7 @@ def main() -> None:
             started = time.perf_counter()
             draft = proposer.propose(context, limits)
             proposals.append(time.perf_counter() - started)
-            emitted = text[at : at + accept(draft, text[at:]) + 1]
+            emitted = text[at : at + accept(draft, text[at : at + args.width]) + 1]
             memory.append(context, emitted)
             started = time.perf_counter()
             proposer.observe(context, emitted)

@@ -10,12 +10,21 @@ in file order. Tokens per verify step, bonus included, all steps counted; macro 
 peer at its best width on two cost curves. A peer that can't be imported is named, with how to get it:
 
 us/prop: median of a proposal; us/out: all other time (prompts and outputs taken in), mean per output token, so
-wall-clock noise and first use are in it; benchmarks/mixture_cost.py measures ours apart.
+wall-clock noise and first use are in it; benchmarks/mixture_cost.py measures ours apart. B/token: bytes held per token
+held, at the end of the family that holds most, by the peer's own account; SGLang's by how much the process grew.
 
     sglang      the wheel 0.5.23: NgramCorpus as NGRAMWorker drives it (as shipped: outputs only; and with the
                 prompt inserted). Its N counts the root, so N = 17 for 16 drafted tokens
     hf          transformers' PromptLookupCandidateGenerator, 3-grams
-    arctic      pip install arctic-inference (builds C++): SuffixDecodingCache
+    arctic      arctic-inference 0.3.0's SuffixDecodingCache. Its wheel wants vLLM and CUDA; the part that is needed
+                here builds from the sdist alone, with cmake, ninja and a C++20 compiler:
+                    pip download --no-deps --no-binary :all: arctic-inference==0.3.0; tar xzf arctic_inference-*.gz
+                    pip install nanobind
+                    cmake -S arctic_inference-0.3.0/csrc/suffix_decoding -B build -GNinja && ninja -C build
+                    mkdir -p DIR/arctic_inference; cd arctic_inference-0.3.0/arctic_inference
+                    cp -r __init__.py suffix_decoding DIR/arctic_inference; cd -
+                    cp build/_C*.so DIR/arctic_inference/suffix_decoding
+                and then DIR in PYTHONPATH, with the same Python
     vllm        its n-gram semantics (3 to 8 tokens, earliest match, k tokens), written down here
 """
 
@@ -23,6 +32,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -48,7 +59,7 @@ class Ours:
         self.limits = DraftLimits(width, width, name != "match", np.zeros(width + 1))
         self.memory: Any = None
         self.context: Any = None
-        self.inserting = 0.0
+        self.tokens = 0
 
     def trajectory(self, name: str) -> None:
         self.memory = self.store.open(name, "family" if self.shared else None)
@@ -56,6 +67,7 @@ class Ours:
     def call(self, call: Any) -> None:
         self.context = self.memory.extend(call.prompt, call.spans)
         self.proposer.begin(self.context)
+        self.tokens += sum(segment.end - segment.start for segment in self.context.added)
 
     def propose(self, tokens: np.ndarray) -> Tree:
         draft = self.proposer.propose(self.context, self.limits)
@@ -65,14 +77,14 @@ class Ours:
         self.memory.append(self.context, new)
         self.proposer.observe(self.context, new)
         self.proposer.learn(self.context)
+        self.tokens += len(new)
 
     def end(self) -> None:
         self.proposer.end(self.context)
         self.memory.close(self.context)
 
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
+    def held(self) -> tuple[int, int]:
+        return self.store.nbytes, self.tokens
 
 
 class SGLang:
@@ -81,6 +93,8 @@ class SGLang:
     def __init__(self, width: int, prompt: bool) -> None:
         from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
+        self.before = _resident()
+        self.tokens = 0
         self.depth = 18
         self.width = width
         self.prompt = prompt
@@ -98,6 +112,7 @@ class SGLang:
         if self.prompt:
             ids = call.prompt.tolist()
             self.corpus.batch_put([ids[max(0, self.known - self.depth) :]])
+            self.tokens += len(ids) - self.known
             self.known = len(ids)
 
     def propose(self, tokens: np.ndarray) -> Tree:
@@ -115,9 +130,14 @@ class SGLang:
     def emitted(self, tokens: np.ndarray, new: np.ndarray) -> None:
         # NGRAMWorker inserts the last max_trie_depth tokens after each step.
         self.corpus.batch_put([tokens[-max(self.depth, len(new)) :].tolist()])
+        self.tokens += len(new)
 
     def end(self) -> None:
         self.corpus.erase_match_state([str(self.calls)])
+
+    def held(self) -> tuple[int, int]:
+        self.corpus.synchronize()
+        return _resident() - self.before, self.tokens
 
 
 class HuggingFace:
@@ -194,7 +214,7 @@ class Arctic:
             "min_token_prob": minimum,
             "use_tree_spec": tree,
         }
-        self.calls = 0
+        self.calls = self.tokens = 0
 
     def trajectory(self, name: str) -> None: ...
 
@@ -208,9 +228,19 @@ class Arctic:
 
     def emitted(self, tokens: np.ndarray, new: np.ndarray) -> None:
         self.cache.add_active_response(self.calls, new.tolist())
+        self.tokens += len(new)
 
     def end(self) -> None:
         self.cache.stop_request(self.calls)
+
+    def held(self) -> tuple[int, int]:
+        return int(self.cache._global_tree.estimate_memory()), self.tokens  # the local tree goes with its request
+
+
+def _resident() -> int:
+    """Bytes of memory that the process holds (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def accepted(tree: Tree, following: list[int]) -> int:
@@ -230,6 +260,7 @@ def measure(make: Callable[[], Any], data: dict[str, list[Any]]) -> dict[str, An
     families = {}
     proposals: list[float] = []
     inserted = 0.0
+    held = (0, 0)
     for family, trajectories in data.items():
         peer = make()
         steps = tokens_out = drafted = 0
@@ -257,6 +288,8 @@ def measure(make: Callable[[], Any], data: dict[str, list[Any]]) -> dict[str, An
                     drafted += len(tree[0])
                 peer.end()
         families[family] = (tokens_out, steps, drafted)
+        if hasattr(peer, "held"):
+            held = max(held, peer.held(), key=lambda pair: pair[1])
     tokens_out = sum(f[0] for f in families.values())
     steps = sum(f[1] for f in families.values())
     return {
@@ -267,6 +300,7 @@ def measure(make: Callable[[], Any], data: dict[str, list[Any]]) -> dict[str, An
         "shape": {name: (f[0], f[1], f[2] / f[1]) for name, f in families.items()},
         "proposal_us": 1e6 * float(np.median(proposals)),
         "token_us": 1e6 * inserted / tokens_out,
+        "token_bytes": held[0] / held[1] if held[1] else 0.0,
     }
 
 
@@ -292,12 +326,12 @@ def first_of_task(recordings: list[Any]) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="trajectories a family")
-    parser.add_argument("--widths", default="4,8,16")
+    parser.add_argument("--widths", default="2,4,8,16,32")
     parser.add_argument("--only", default="", help="peers whose name contains one of these")
     parser.add_argument("--families", default=",".join(traces.FAMILIES))
     parser.add_argument("--no-repeats", action="store_true", help="leave tau's and qa's repeated tasks out")
     parser.add_argument("--tokenizer", default="smollm2")
-    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, beside those that it holds already")
     args = parser.parse_args()
     recordings = traces.load(args.families.split(","), args.limit)
     if args.no_repeats:
@@ -319,8 +353,11 @@ def main() -> None:
     }
     wanted = [word for word in args.only.split(",") if word]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
+    if args.json and os.path.exists(args.json):
+        with open(args.json, encoding="utf-8") as file:
+            rows = {name: {int(w): row for w, row in by.items()} for name, by in json.load(file).items()}
     print(f"{'':26}{'width':>6}{'drafted':>9}{'all':>7}{'macro':>7}  " + "".join(f"{f:>8}" for f in data)
-          + f"{'us/prop':>9}{'us/out':>8}")  # fmt: skip
+          + f"{'us/prop':>9}{'us/out':>8}{'B/token':>9}")  # fmt: skip
     for name, make in peers.items():
         if wanted and not any(word in name for word in wanted):
             continue
@@ -334,20 +371,21 @@ def main() -> None:
             print(
                 f"{name:26}{width:6}{row['drafted']:9.1f}{row['all']:7.2f}{row['macro']:7.2f}  "
                 + "".join(f"{v:8.2f}" for v in row["families"].values())
-                + f"{row['proposal_us']:9.1f}{row['token_us']:8.2f}",
+                + f"{row['proposal_us']:9.1f}{row['token_us']:8.2f}{row['token_bytes']:9.0f}",
                 flush=True,
             )
-    print("\nbest width on each cost curve, predicted speedup (macro):")
+            if args.json:
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump({name: {str(w): r for w, r in by.items()} for name, by in rows.items()}, file, indent=1)
+    print("\nbest width on each cost curve, predicted speedup (all / macro):")
     for name, by_width in rows.items():
         line = f"{name:26}"
         for curve_name, curve in CURVES.items():
             best = max(by_width, key=lambda w: speedup(by_width[w], curve))
             value = speedup(by_width[best], curve)
-            line += f"  {curve_name}: {max(1.0, value):.2f} at {best if value > 1 else 0}"
+            whole = speedup(by_width[best], curve, macro=False)
+            line += f"  {curve_name}: {whole:.2f} / {value:.2f} at {best}"
         print(line)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({name: {str(w): r for w, r in by.items()} for name, by in rows.items()}, file, indent=1)
 
 
 if __name__ == "__main__":
