@@ -5,8 +5,9 @@ very same proposer.
 """
 
 from agentspec.drafting.economics import CostCurve
+from agentspec.drafting.match import MatchProposer
 from agentspec.drafting.policy import WidthPolicy
-from agentspec.drafting.proposer import Draft, DraftLimits, MatchProposer, Proposer, make_proposer
+from agentspec.drafting.proposer import Draft, DraftLimits, Proposer, make_proposer
 
 __all__ = [
     "CostCurve",

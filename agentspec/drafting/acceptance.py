@@ -1,4 +1,5 @@
-"""Calibrated acceptance of copied tokens, learned online. Called by MatchProposer. May import numpy.
+"""Calibrated acceptance of copied tokens, learned online. Called by MatchProposer. May import numpy and the
+kernel decorator.
 
 The chance that a copy goes on depends on how long it has agreed already, on where it was copied from, and on
 how often copies came true lately. A table over (agreement, source) of accepted and rejected counts, with a
@@ -7,9 +8,14 @@ prior and forgetting, gives it; an edge is scored whether or not it was sent, so
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-__all__ = ["AcceptanceTable"]
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.memory.kernels import kernel
+
+__all__ = ["AcceptanceTable", "judge", "widest_paying"]
 
 # Agreement lengths share a bucket from the upper bounds on: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, 25+.
 _BOUNDS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
@@ -18,41 +24,66 @@ _SOURCES = 8
 _PRIOR = np.array([0.25, 0.40, 0.55, 0.65, 0.72, 0.78, 0.84, 0.88, 0.91, 0.94])
 _PRIOR_WEIGHT = 4.0
 _FORGET = 400.0  # a cell's counts are halved here: recent behaviour wins
-
-
-# Bucket of an agreement length. Beyond the last bound all are alike: a copy is looked up from _FAR on then.
-_LONGEST = 4096
-_BUCKETS = np.searchsorted(_BOUNDS, np.arange(_LONGEST))
-_FAR = int(_BOUNDS[-1]) + 1
+_FAR = int(_BOUNDS[-1]) + 1  # from here on all agreements are alike
+_BUCKETS = np.searchsorted(_BOUNDS, np.arange(_FAR + 1))
 
 
 class AcceptanceTable:
     """P(next copied token is accepted | agreement length, source). A few hundred bytes.
 
-    Called once a step for each running call, so it keeps the quotients ready: chain() takes about 2 µs.
+    cells: float64[2, sources, buckets], accepted and all copied tokens, each with its prior. Kernels read and
+    write it, so that a step costs a microsecond.
     """
 
     def __init__(self) -> None:
-        buckets = len(_BOUNDS) + 1
-        self._accepted = np.repeat((_PRIOR * _PRIOR_WEIGHT)[None, :], _SOURCES, axis=0)
-        self._total = np.full((_SOURCES, buckets), _PRIOR_WEIGHT)
-        self._edges = self._accepted / self._total
+        self.cells = np.empty((2, _SOURCES, len(_BOUNDS) + 1))
+        self.cells[0] = _PRIOR * _PRIOR_WEIGHT
+        self.cells[1] = _PRIOR_WEIGHT
 
     @property
     def nbytes(self) -> int:
-        return int(self._accepted.nbytes + self._total.nbytes + self._edges.nbytes)
+        return int(self.cells.nbytes)
 
-    def chain(self, agreement: int, source: int, count: int) -> np.ndarray:
-        """float64[count], count up to 4,000: the path probability of each of `count` copied tokens that
-        follow `agreement` tokens."""
-        start = min(agreement, _FAR)
-        edges: np.ndarray = self._edges[source].take(_BUCKETS[start : start + count])
-        return edges.cumprod()
+    def chain(self, agreement: int, source: int, count: int) -> NDArray[np.float32]:
+        """float32[count]: the path probability of each of `count` copied tokens that follow `agreement` tokens."""
+        paths = np.empty(count, np.float32)
+        widest_paying(self.cells, agreement, source, count, np.full(count + 1, -np.inf), paths)
+        return paths
 
-    def learn(self, agreement: int, source: int, accepted: bool) -> None:
-        """One copied token that followed `agreement` agreeing tokens came true, or did not."""
-        cell = source, int(_BUCKETS[min(agreement, _FAR)])
-        right, total = float(self._accepted[cell]) + accepted, float(self._total[cell]) + 1.0
-        if total > _FORGET:
-            right, total = 0.5 * right, 0.5 * total
-        self._accepted[cell], self._total[cell], self._edges[cell] = right, total, right / total
+
+@kernel("int64(float64[:, :, ::1], int64, int64, int64, float64[::1], float32[::1])")
+def widest_paying(cells: Any, agreement: Any, source: Any, count: Any, price: Any, paths: Any) -> Any:
+    """The length of the copied chain, at most `count`, that gains most; the shortest of equals, 0 for none.
+
+    The copy has agreed in `agreement` tokens. paths[count] is filled with its path probabilities; a chain of n
+    gains sum(paths[:n]) - price[n].
+    """
+    path = 1.0
+    gain = 0.0
+    best_gain = 0.0
+    best = 0
+    for n in range(count):
+        bucket = _BUCKETS[min(agreement + n, _FAR)]
+        path *= cells[0, source, bucket] / cells[1, source, bucket]
+        paths[n] = path
+        gain += path
+        if gain - price[n + 1] > best_gain:
+            best_gain = gain - price[n + 1]
+            best = n + 1
+    return best
+
+
+@kernel("void(float64[:, :, ::1], int64, int64, int32[::1], int32[::1])")
+def judge(cells: Any, agreement: Any, source: Any, copied: Any, emitted: Any) -> None:
+    """Learn from what came: `copied` was what the copy said, as far as it agrees and one token more."""
+    for n in range(min(len(copied), len(emitted))):
+        bucket = _BUCKETS[min(agreement + n, _FAR)]
+        hit = copied[n] == emitted[n]
+        if hit:
+            cells[0, source, bucket] += 1.0
+        cells[1, source, bucket] += 1.0
+        if cells[1, source, bucket] > _FORGET:
+            cells[0, source, bucket] *= 0.5
+            cells[1, source, bucket] *= 0.5
+        if not hit:
+            return

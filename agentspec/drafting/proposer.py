@@ -1,4 +1,4 @@
-"""The Proposer protocol, the Draft it returns, and MatchProposer, the small explainable baseline.
+"""The Proposer protocol, the Draft it returns, and proposers by name.
 
 Who calls what, for one call of a trajectory:
 
@@ -25,11 +25,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.drafting.acceptance import AcceptanceTable
 from agentspec.errors import InvalidRequestError, ProposerError
 from agentspec.memory import Context
 
-__all__ = ["Draft", "DraftLimits", "MatchProposer", "Proposer", "make_proposer"]
+__all__ = ["Draft", "DraftLimits", "Proposer", "make_proposer"]
 
 ENTRY_POINTS = "agentspec.proposers"
 
@@ -150,88 +149,6 @@ class Proposer(Protocol):
         """The call is over, finished or aborted."""
 
 
-class MatchProposer:
-    """Copies what followed the most recent of the longest earlier occurrences of the context.
-
-    min_match, max_match: fewest and most context tokens that a match is looked for with
-    max_draft:            most tokens that a draft holds, whatever the limits allow
-
-    Knows its own odds: how often copies came true, by agreement length and source (AcceptanceTable), learned from
-    every token that comes, drafted or not. One table serves all trajectories of the proposer's owner.
-    """
-
-    name = "match"
-
-    def __init__(self, min_match: int = 1, max_match: int = 32, max_draft: int = 64) -> None:
-        if not 1 <= min_match <= max_match:
-            raise InvalidRequestError(
-                f"min_match, max_match: needed 1 <= min_match <= max_match, got {min_match}, {max_match}"
-            )
-        if max_draft < 0:
-            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
-        self.min_match = min_match
-        self.max_match = max_match
-        self.max_draft = max_draft
-        self.acceptance = AcceptanceTable()
-        self._candidates: dict[int, _Candidate] = {}
-
-    def begin(self, context: Context) -> None:
-        self._candidates.pop(id(context), None)
-
-    def propose(self, context: Context, limits: DraftLimits) -> Draft:
-        candidate = self._candidates.get(id(context))
-        if candidate is None:
-            candidate = self._candidates[id(context)] = self._find(context)
-        count = min(len(candidate.tokens) - candidate.at, limits.max_tokens, limits.max_depth, self.max_draft)
-        if count <= 0:
-            return Draft.empty()
-        paths = self.acceptance.chain(candidate.agreement, candidate.source, count)
-        gains = paths.cumsum() - limits.price[1 : count + 1]
-        best = int(gains.argmax())
-        if gains[best] <= 0.0:  # of equals the smallest width, 0 included
-            return Draft.empty()
-        width = best + 1
-        tokens = candidate.tokens[candidate.at : candidate.at + width]
-        return Draft.chain(tokens, paths[:width], candidate.source)
-
-    def observe(self, context: Context, emitted: NDArray[np.int32]) -> None:
-        candidate = self._candidates.pop(id(context), None)
-        if candidate is None:
-            return
-        for token in emitted.tolist():
-            if candidate.at >= len(candidate.tokens):
-                return
-            hit = bool(candidate.tokens[candidate.at] == token)
-            self.acceptance.learn(candidate.agreement, candidate.source, hit)
-            if not hit:
-                return
-            candidate.at += 1
-            candidate.agreement += 1
-
-    def learn(self, context: Context) -> None:
-        pass
-
-    def end(self, context: Context) -> None:
-        self._candidates.pop(id(context), None)
-
-    def _find(self, context: Context) -> _Candidate:
-        matches = context.memory.match(context, self.min_match, self.max_match)
-        if not len(matches):
-            return _Candidate(np.empty(0, np.int32), 0, 0)
-        tokens, source = matches.copy(0, max(1, self.max_draft))
-        return _Candidate(tokens, int(matches.lengths[0]), int(source))
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A copy under way: tokens[at:] follow, `agreement` tokens before them agreed."""
-
-    tokens: NDArray[np.int32]
-    agreement: int
-    source: int
-    at: int = 0
-
-
 def make_proposer(name: str | Proposer, tokenizer: Any = None, **settings: Any) -> Proposer:
     """A proposer by name, with its settings; a Proposer passes through.
 
@@ -245,6 +162,8 @@ def make_proposer(name: str | Proposer, tokenizer: Any = None, **settings: Any) 
             return name
         raise InvalidRequestError(f"proposer: needed a name or a Proposer, got {type(name).__name__}")
     if name == "match":
+        from agentspec.drafting.match import MatchProposer
+
         return MatchProposer(**settings)
     if name == "mixture":
         from agentspec.drafting.mixture import MixtureProposer  # compiles kernels: only when asked for

@@ -5,10 +5,20 @@ May import: numpy, numba. Never torch. Used by drafting, the engines, the replay
 
 from agentspec.memory.store import MemoryStore
 from agentspec.memory.tokenizer import MessageMark, MessageMarks, vocabulary_fingerprint
-from agentspec.memory.trajectory import Context, Matches, Place, Segment, Source, Span, TrajectoryMemory
+from agentspec.memory.trajectory import (
+    Context,
+    Copied,
+    Matches,
+    Place,
+    Segment,
+    Source,
+    Span,
+    TrajectoryMemory,
+)
 
 __all__ = [
     "Context",
+    "Copied",
     "Matches",
     "MemoryStore",
     "MessageMark",

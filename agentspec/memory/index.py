@@ -181,6 +181,15 @@ def insert(tokens: Any, base: Any, first: Any, last: Any, links: Any, table: Any
     return position
 
 
+@kernel("int64(int32[::1], int32[::1], int64, int64, int32[:, ::1], int32[::1], int64[::1])")
+def add(ids: Any, tokens: Any, first: Any, base: Any, links: Any, table: Any, used: Any) -> Any:
+    """Write ids to tokens[first:] and index them; returns what insert() does. There must be room in tokens and
+    links."""
+    for i in range(len(ids)):
+        tokens[first + i] = ids[i]
+    return insert(tokens, base, first, first + len(ids), links, table, used)
+
+
 @kernel("void(int32[::1], int32[::1], int32[::1])")
 def move_entries(tokens: Any, old: Any, new: Any) -> None:
     """Put every entry of table `old` into the larger, empty table `new`."""
@@ -378,6 +387,62 @@ def find(
     return count
 
 
+@kernel(
+    "UniTuple(int64, 3)(int32[::1], int64, int64, int32[:, ::1], int32[::1], "
+    "int32[::1], int32[:, ::1], int32[::1], int32[:, ::1], int64, "
+    "int32[::1], int32[:, ::1], int32[::1], int32[:, ::1], int64, "
+    "int64, int64, int64, int32[::1])"
+)
+def copy_longest(
+    context: Any,
+    end: Any,
+    base: Any,
+    own_links: Any,
+    own_table: Any,
+    tokens: Any,
+    links: Any,
+    table: Any,
+    segments: Any,
+    segment_count: Any,
+    shared_tokens: Any,
+    shared_links: Any,
+    shared_table: Any,
+    shared_segments: Any,
+    shared_segment_count: Any,
+    min_match: Any,
+    max_match: Any,
+    recent: Any,
+    copied: Any,
+) -> Any:
+    """(count, agreement, source) of what followed the first of find()'s occurrences; copied[:count] is filled.
+
+    (0, 0, 0) where there is none. A copy of the own output goes on periodically over what it copied itself.
+    """
+    found = np.empty((6 * recent, 5), np.int32)
+    if find(
+        context, end, base, own_links, own_table, tokens, links, table, segments, segment_count,
+        shared_tokens, shared_links, shared_table, shared_segments, shared_segment_count,
+        min_match, max_match, recent, found,
+    ) == 0:  # fmt: skip
+        return 0, 0, 0
+    position = int(found[0, POSITION])
+    place = int(found[0, PLACE])
+    count = len(copied)
+    if place == IN_OUTPUT:
+        at = position
+        for i in range(count):
+            copied[i] = context[at]
+            at += 1
+            if at == end:
+                at = position
+    else:
+        count = min(count, int(found[0, END]) - position)
+        held = tokens if place == IN_MEMORY else shared_tokens
+        for i in range(count):
+            copied[i] = held[position + i]
+    return count, int(found[0, AGREEMENT]), int(found[0, SOURCE])
+
+
 @kernel("int64(int32[::1], int64, int64, int32[::1], int64, int64)")
 def common_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, start: Any) -> Any:
     """How many tokens from tokens[start] on equal those from ids[first] on, within tokens[:size] and
@@ -560,11 +625,19 @@ class MatchIndex:
 
     def append(self, ids: Int32) -> None:
         """Add tokens and index each: it followed the context before it. O(1) a token, amortised."""
-        first = self.size
-        self.write(ids)
-        if len(self.links) < self.size - self.base:
-            self._reserve_links()
-        self.insert(first, self.size)
+        first, need = self.size, self.size + len(ids)
+        if need > len(self.tokens):
+            self._reserve(need)
+        if need - self.base > len(self.links):
+            self._reserve_links(need)
+        if len(self.table) < 64:
+            self._grow_table(0)
+        used = int(self.used[0])
+        at = add(ids, self.tokens, first, self.base, self.links, self.table, self.used)
+        self.size = need
+        if at < need:
+            self._grow_table((int(self.used[0]) - used) * (need - at) // max(1, at - first))
+            self.insert(at, need)
 
     def insert(self, first: int, last: int) -> None:
         """Index positions first..last-1, whose tokens are written already."""
@@ -605,9 +678,9 @@ class MatchIndex:
         grown[: self.size] = self.tokens[: self.size]
         self.tokens = grown
 
-    def _reserve_links(self) -> None:
+    def _reserve_links(self, need: int) -> None:
         # Not longer than the tokens' array, so that a prompt that fills it leaves the links exact too.
-        grown = _allocate(3 * (max(len(self.tokens), self.size) - self.base)).reshape(-1, 3)
+        grown = _allocate(3 * (max(len(self.tokens), need) - self.base)).reshape(-1, 3)
         grown[: len(self.links)] = self.links
         self.links = grown
 

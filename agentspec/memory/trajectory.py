@@ -36,9 +36,10 @@ from agentspec.memory import index as _index
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
 from agentspec.memory.saved import SavedMemory
 
-__all__ = ["Context", "Matches", "Place", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
+__all__ = ["Context", "Copied", "Matches", "Place", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
 
 Int32 = NDArray[np.int32]
+Copied = tuple[Int32, int, int]  # tokens that are copied, how many before them agreed, their source
 Tokens = Sequence[int] | NDArray[Any]
 
 # A run of this many tokens counts as held, wherever it was held; shorter ones may be coincidence.
@@ -577,27 +578,41 @@ class TrajectoryMemory:
                 f"got {min_match}, {max_match}, {recent}"
             )
         found = np.empty((6 * recent, 5), dtype=np.int32)
-        own = context.index
-        shared = self.shared
+        count = self._search(_index.find, context, min_match, max_match, recent, found)
+        return Matches(context, self, self.shared, found[:count])
+
+    def copy_longest(self, context: Context, min_match: int, max_match: int, count: int, recent: int = 4) -> Copied:
+        """(tokens, agreement, source): match()'s first occurrence and what followed it, in one kernel call.
+
+        tokens: int32[count or less] (none: there is no match), cut as Matches.copy cuts them; agreement: how many
+        tokens agreed; source: Source's number. Arguments as match() takes them, unchecked.
+        """
+        copied = np.empty(count, dtype=np.int32)
+        found, agreement, source = self._search(_index.copy_longest, context, min_match, max_match, recent, copied)
+        return copied[:found], agreement, source
+
+    def _search(
+        self, search: Any, context: Context, min_match: int, max_match: int, recent: int, result: Int32
+    ) -> Any:
+        """One of index.py's kernels that look in the own output, the memory and the namespace's memory."""
+        own, shared = context.index, self.shared
         with self.lock:
             mine = self._index
             if shared is None:
-                count = _index.find(
+                return search(
                     own.tokens, own.size, own.base, own.links, own.table,
                     mine.tokens, mine.links, mine.table, self._rows, self._count,
                     _NO_TOKENS, _NO_ROWS, _NO_TOKENS, _NO_ROWS, 0,
-                    min_match, max_match, recent, found,
+                    min_match, max_match, recent, result,
                 )  # fmt: skip
-            else:
-                with shared.lock:
-                    theirs = shared._index
-                    count = _index.find(
-                        own.tokens, own.size, own.base, own.links, own.table,
-                        mine.tokens, mine.links, mine.table, self._rows, self._count,
-                        theirs.tokens, theirs.links, theirs.table, shared._rows, shared._count,
-                        min_match, max_match, recent, found,
-                    )  # fmt: skip
-        return Matches(context, self, shared, found[:count])
+            with shared.lock:
+                theirs = shared._index
+                return search(
+                    own.tokens, own.size, own.base, own.links, own.table,
+                    mine.tokens, mine.links, mine.table, self._rows, self._count,
+                    theirs.tokens, theirs.links, theirs.table, shared._rows, shared._count,
+                    min_match, max_match, recent, result,
+                )  # fmt: skip
 
     def copy(self, position: int, count: int) -> tuple[Int32, Source]:
         """Up to count tokens (int32) of the memory from `position`, cut at its segment's end, and their
@@ -738,7 +753,7 @@ class TrajectoryMemory:
         """Fill an empty memory with tokens and segments (int32[m, 4], positions in tokens)."""
         index = MatchIndex(len(tokens) + 64)
         index.write(tokens)
-        index._reserve_links()
+        index._reserve_links(index.size)
         for start, end in rows[:, :2].tolist():
             index.insert(start, end)
         self._index = index
