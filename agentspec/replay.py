@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.drafting import CostCurve, DraftLimits, Proposer, WidthPolicy, make_proposer
+from agentspec.drafting import CostCurve, Draft, DraftLimits, Proposer, WidthPolicy, make_proposer
 from agentspec.errors import InvalidRequestError, ModelError
-from agentspec.memory import MemoryStore, Source, Span
+from agentspec.memory import Context, MemoryStore, Source, Span
 from agentspec.memory.kernels import kernel
 from agentspec.recordings import Problem, Recording, read
 from agentspec.testing import accept
@@ -279,6 +279,7 @@ def replay(
     oracle: bool = True,
     seeds: Callable[[Recording], Iterable[Sequence[int]]] | None = None,
     progress: Callable[[int, int, CallRow], None] | None = None,
+    watch: Callable[[Context, Draft, Int32], None] | None = None,
 ) -> Report:
     """Replay recordings, in order.
 
@@ -287,6 +288,7 @@ def replay(
     shared:   a family's trajectories share a namespace
     deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine does)
     seeds:    a recording's draft material besides its text, held as Source.SCHEMA before its first call
+    watch:    called at each step with the call, its draft, and the recorded tokens that follow
     """
     started = time.perf_counter()
     proposers: dict[str, Proposer] = {}
@@ -327,6 +329,8 @@ def replay(
                 spent.append(time.perf_counter() - before)
                 if deferred:
                     proposer.learn(context)
+                if watch is not None:
+                    watch(context, draft, call.output[at:])
                 accepted = accept(draft, call.output[at:])
                 emitted = call.output[at : at + accepted + 1]
                 _count(row, draft, accepted, call.output[at:], reliability)
@@ -467,6 +471,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `agentspec replay`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trajectories (formats: see docs)")
     parser.add_argument("--proposer", default="mixture", help="match, mixture, or an entry point (default: mixture)")
+    parser.add_argument("--prior", metavar="PATH", help="the mixture's weights to start from (default: those shipped)")
     parser.add_argument("--tokenizer", default="smollm2", help="model name or directory (default: smollm2)")
     parser.add_argument("--curve", default="gpu", help="gpu, cpu, or a JSON file {n: ms} (default: gpu)")
     parser.add_argument("--max-draft", type=int, default=16, help="most tokens drafted a step (default: 16)")
@@ -535,8 +540,14 @@ def run(args: argparse.Namespace) -> int:
         "proposer_cost": args.proposer_cost,
     }  # fmt: skip
 
+    options: dict[str, Any] = {}
+    if args.prior is not None:
+        if args.proposer != "mixture":
+            raise InvalidRequestError(f"--prior: only the mixture starts from weights, not {args.proposer!r}")
+        options["prior"] = args.prior
+
     def make() -> Proposer:
-        return make_proposer(args.proposer, tokenizer=tokenizer)
+        return make_proposer(args.proposer, tokenizer=tokenizer, **options)
 
     report = replay(
         recordings, encoder, make, max_draft=args.max_draft, fixed=args.fixed, progress=progress, **settings

@@ -22,7 +22,7 @@ import numpy as np
 
 from agentspec.drafting.mixing import FEATURES
 from agentspec.drafting.mixture import MixtureProposer, Prior, plain_weights
-from agentspec.replay import replay
+from agentspec.memory import MemoryStore
 from benchmarks import traces
 
 CAP = 5.0  # of a weight's sum of squares: after it a step is at most 0.1 / sqrt(5)
@@ -30,9 +30,18 @@ PLAIN_WEIGHT = 0.1  # of the plain weight in the mean
 
 
 def learned(recordings: list[Any], encoder: Any, shared: bool) -> np.ndarray:
-    """float32[2 * FEATURES]: what one family teaches."""
+    """float32[2 * FEATURES]: what one family teaches. No drafting: learning doesn't depend on it."""
     proposer = MixtureProposer(tokenizer=encoder.tokenizer, prior=Prior.plain())
-    replay(recordings, encoder, lambda: proposer, fixed=True, shared=shared, deferred=True, oracle=False)
+    store = MemoryStore()
+    for number, recording in enumerate(recordings):
+        memory = store.open(f"{recording.id}#{number}", "family" if shared else None)
+        for call in encoder.calls(recording):
+            context = memory.extend(call.prompt, call.spans)
+            proposer.begin(context)
+            memory.append(context, call.output)
+            proposer.observe(context, call.output)
+            proposer.end(context)
+            memory.close(context)
     weights: np.ndarray = proposer.weights_of_last_namespace() if shared else proposer.weights_alone
     return weights.copy()
 
@@ -50,12 +59,16 @@ def merged(families: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([total / weight, np.minimum(squares, CAP)]).astype(np.float32)
 
 
-def make(recordings: dict[str, list[Any]], encoder: Any, leave_out: str | None = None) -> Prior:
-    kept = [family for family in recordings if family != leave_out]
-    alone, shared = (
-        merged([learned(recordings[family], encoder, namespace) for family in kept]) for namespace in (False, True)
-    )
-    return Prior(alone, shared)
+Lessons = dict[str, tuple[np.ndarray, np.ndarray]]  # what each family teaches, alone and with a namespace
+
+
+def lessons(recordings: dict[str, list[Any]], encoder: Any) -> Lessons:
+    return {f: (learned(known, encoder, False), learned(known, encoder, True)) for f, known in recordings.items()}
+
+
+def make(taught: Lessons, leave_out: str | None = None) -> Prior:
+    kept = [pair for family, pair in taught.items() if family != leave_out]
+    return Prior(merged(alone for alone, _ in kept), merged(shared for _, shared in kept))
 
 
 def main() -> None:
@@ -65,7 +78,8 @@ def main() -> None:
     parser.add_argument("--leave-out", choices=traces.FAMILIES)
     parser.add_argument("--tokenizer", default="smollm2")
     args = parser.parse_args()
-    make(traces.load(), traces.encoder(args.tokenizer), args.leave_out).save(args.out)
+    recordings = {family: known for family, known in traces.load().items() if family != args.leave_out}
+    make(lessons(recordings, traces.encoder(args.tokenizer))).save(args.out)
     print(f"wrote {args.out}, {args.out.stat().st_size} bytes")
 
 

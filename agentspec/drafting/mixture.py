@@ -23,6 +23,7 @@ When it works
 from __future__ import annotations
 
 import threading
+import zipfile
 from collections import OrderedDict
 from importlib.resources import files
 from pathlib import Path
@@ -90,8 +91,11 @@ class Prior:
         if path is None:
             with (files("agentspec.drafting") / "prior.npz").open("rb") as handle:
                 return cls._read(handle)
-        with open(path, "rb") as handle:
-            return cls._read(handle)
+        try:
+            with open(path, "rb") as handle:
+                return cls._read(handle)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise InvalidRequestError(f"prior: needed a file that make_prior.py saved, got {path} ({error})") from error
 
     @classmethod
     def _read(cls, handle: Any) -> Prior:
