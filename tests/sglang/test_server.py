@@ -117,8 +117,8 @@ def test_chain_of_eight_calls_keeps_its_memory(server: Server) -> None:
             assert told(answer)["held_tokens"] == length, "the call didn't join its trajectory"
             assert told(answer)["trajectory"] == name
         assert told(answer)["joined_by"] == "prompt"
-        told(answer)["trajectory"]
-        len(history) + 24
+        name = told(answer)["trajectory"]
+        length = len(history) + 24
         history = history + answer["output_ids"] + prompt(61 + call, 30)
 
 
