@@ -56,7 +56,11 @@ def _device() -> list[Finding]:
 
     threads = f"{torch.get_num_threads()} threads"
     if torch.cuda.is_available():
-        return [Finding("device", "ok", f"CUDA: {torch.cuda.get_device_name()}, bfloat16; {threads}")]
+        from agentspec.engines.forward_cuda import GraphForward
+
+        kinds = ", ".join(GraphForward.KINDS)
+        text = f"CUDA: {torch.cuda.get_device_name()}, bfloat16; captured graphs for {kinds}, else transformers' forward"
+        return [Finding("device", "ok", f"{text}; {threads}")]
     build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build, but no GPU is visible"
     return [Finding("device", "ok", f"CPU, float32; {threads}; torch is a {build}")]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from agentspec.drafting import CostCurve
 
@@ -78,7 +79,9 @@ def measure_forward(forward: Any, context_length: int, context: int = 256) -> tu
     forward.step(cache, ids[:context], 0)
 
     def run(n: int) -> None:
-        forward.step(cache, ids[:n], n).cpu()  # waits for a GPU, too
+        logits = forward.step(cache, ids[:n], n)
+        if logits.is_cuda:  # waits for it; the logits stay there, as they do when choices are greedy
+            torch.cuda.synchronize(logits.device)
         cache.crop(context)
 
     return measure(run, widths=tuple(n for n in WIDTHS if context + n <= context_length))

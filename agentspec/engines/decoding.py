@@ -93,7 +93,7 @@ class Decoder:
     @property
     def noise(self) -> float:
         """How far forwards of different widths may differ in a logit; 0: not at all."""
-        return 0.0 if self.forward.row_invariant else float(getattr(self.forward, "tolerance", 1e-4))
+        return 0.0 if self.forward.row_invariant else self.forward.noise
 
     def reuse(self, state: TrajectoryState, prompt: NDArray[np.int32]) -> int:
         """Cut the trajectory's cache to what it has in common with the prompt; returns how many tokens that is.

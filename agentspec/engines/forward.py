@@ -8,10 +8,11 @@
     logits = forward.step(cache, ids, rows=4, parents=[-1, 0, 0, 2])
     cache.keep([0, 2, 3])                                     # the accepted path of a tree
 
-Two paths. `StockForward` is transformers' own forward over its own cache: any architecture, any device. On the CPU in
-float32, `forward_cpu.PackedForward` is faster and row-invariant: a row's logits, and the keys and values it leaves,
-are the same bits however many rows go with it, in a chain, a tree or a prompt. Greedy decoding with drafts then
-equals plain decoding by construction. Where it can't be had, the stock path serves and `description` says why.
+`StockForward` is transformers' own forward over its own cache: any architecture, any device. On the CPU in float32,
+`forward_cpu.PackedForward` is faster and row-invariant: a row's logits, and the keys and values it leaves, are the
+same bits however many rows go with it, in a chain, a tree or a prompt. Greedy decoding with drafts then equals plain
+decoding by construction. On CUDA, `forward_cuda.GraphForward` replays captured graphs over static keys and values.
+Where these can't be had, the stock path serves and `description` says why.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ import torch
 
 from agentspec.errors import EngineError, UnsupportedModelError
 
-__all__ = ["Forward", "KVCache", "StockForward", "paths_of"]
+__all__ = ["Forward", "KVCache", "NotPackable", "StockForward", "paths_of", "windows_of"]
 
 log = logging.getLogger(__name__)
+
+
+class NotPackable(Exception):
+    """Why a model can't have a faster path; told to the user in Forward.description."""
 
 
 class KVCache(ABC):
@@ -68,6 +73,7 @@ class Forward(ABC):
     description:      which path runs, and why
     row_invariant:    a row's logits don't depend on the rows that go with it, bit for bit; so a draft can't change
                       what greedy decoding chooses. False: near-ties may be decided differently
+    noise:            how far forwards of different widths may differ in a logit; 0 where row_invariant
     cache_kind:       "full", "sliding window", "recurrent" or "hybrid"
     supports_drafts:  the cache can be cropped: rejected tokens, and the end of an earlier call, can be taken back
     supports_trees:   step takes parents
@@ -78,6 +84,7 @@ class Forward(ABC):
     model: Any
     description: str = ""
     row_invariant: bool = False
+    noise: float = 0.0
     cache_kind: str = "full"
     supports_drafts: bool = True
     supports_trees: bool = True
@@ -88,19 +95,28 @@ class Forward(ABC):
     def load(model: Any, *, fast: bool = True) -> Forward:
         """The best forward for a transformers causal LM in evaluation mode.
 
-        The model is taken over: the fast path repacks its weights in place. fast=False: transformers' own forward.
+        The model is taken over: the fast paths repack its weights in place. fast=False: transformers' own forward.
         Costs some ten short forwards. Raises UnsupportedModelError for a model whose cached forward can't be trusted.
         """
         stock = StockForward(model)
         if not fast:
             return stock
         parameter = next(model.parameters())
+        if parameter.device.type == "cuda":
+            from agentspec.engines.forward_cuda import GraphForward
+
+            try:
+                return GraphForward(stock)
+            except NotPackable as reason:
+                stock.description += f" (no CUDA graphs: {reason})"
+                log.info("%s: no CUDA graphs: %s", type(model).__name__, reason)
+            return stock
         if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
             return stock
         if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
             stock.description += " (not packed: NUMBA_DISABLE_JIT is set)"
             return stock
-        from agentspec.engines.forward_cpu import LeanForward, NotPackable, PackedForward
+        from agentspec.engines.forward_cpu import LeanForward, PackedForward
 
         reasons = []
         for path in (LeanForward, PackedForward):
@@ -324,6 +340,8 @@ class StockForward(Forward):
                 f"{type(self.model).__name__}: its logits with a cache differ from those without by {found:.1e} "
                 f"(needed {allowed:.1e}); it can't be run exactly here"
             )
+        # In float32 a bound that holds; in bfloat16, where a bound would doubt every choice, twice what was seen.
+        self.noise = self.tolerance if self._float32 else max(2 * found, 1e-3)
         if self.supports_trees and not self._proves_trees():
             self.supports_trees = False
             self.limits = "its attention takes no tree mask"
@@ -356,6 +374,27 @@ class StockForward(Forward):
         """The largest difference from the model's own logits on the probe's tokens (nan counts as infinite)."""
         found = float((logits - self.probe_logits).abs().max())
         return found if found == found else float("inf")
+
+
+def windows_of(stock: StockForward) -> list[int]:
+    """Each layer's sliding window in tokens, 0 for none. Raises NotPackable for layers that aren't plain attention."""
+    from transformers import cache_utils
+
+    config = stock.model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if stock.cache_kind not in ("full", "sliding window") or types - {"full_attention", "sliding_attention"}:
+        raise NotPackable(f"its layers are {', '.join(sorted(types))} ({stock.cache_kind} cache)")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise NotPackable("its attention looks ahead")
+    layers = cache_utils.DynamicCache(config=stock.model.config).layers
+    if not layers or len(layers) != config.num_hidden_layers:
+        raise NotPackable("its cache has not one entry a layer")
+    known = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+    if any(type(layer) not in known for layer in layers):
+        raise NotPackable(
+            f"its cache has layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))}"
+        )
+    return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
 
 
 # Enough that torch cuts a layer's elementwise work among threads, as it does in a prefill.

@@ -23,11 +23,19 @@ import torch
 from torch import nn
 
 from agentspec.engines import kernels
-from agentspec.engines.forward import Forward, KVCache, StockForward, check_rows, paths_of
+from agentspec.engines.forward import (
+    Forward,
+    KVCache,
+    NotPackable,
+    StockForward,
+    check_rows,
+    paths_of,
+    windows_of,
+)
 from agentspec.engines.team import torch_team
 from agentspec.errors import EngineError
 
-__all__ = ["NotPackable", "PackedForward"]
+__all__ = ["PackedForward"]
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +48,6 @@ _PACK_ROWS = 8
 # 0.90 of its time (0.84 to 0.90 for three to six; median of 15 interleaved rounds).
 _FEWEST_ROWS = 4
 _WIDTHS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
-
-
-class NotPackable(Exception):
-    """Why this model or this torch can't have the packed forward; told to the user in Forward.description."""
 
 
 class BlockedCache(KVCache):
@@ -250,7 +254,7 @@ class PackedForward(Forward):
         self.vocabulary = stock.vocabulary
         self.cache_kind = stock.cache_kind
         self._cache_name = stock.cache_name
-        self._windows = _windows(stock)
+        self._windows = windows_of(stock)
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         if not available or not all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS):
             raise NotPackable("this torch has no packed linears")
@@ -541,27 +545,6 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
     held: Any = module.weight
     weight: torch.Tensor = held.detach()
     return weight if type(module) is nn.Linear else weight.t().contiguous()
-
-
-def _windows(stock: StockForward) -> list[int]:
-    """Each layer's sliding window in tokens, 0 for none. Raises NotPackable for layers that aren't plain attention."""
-    from transformers import cache_utils
-
-    config = stock.model.config.get_text_config()
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if stock.cache_kind not in ("full", "sliding window") or types - {"full_attention", "sliding_attention"}:
-        raise NotPackable(f"its layers are {', '.join(sorted(types))} ({stock.cache_kind} cache)")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        raise NotPackable("its attention looks ahead")
-    layers = cache_utils.DynamicCache(config=stock.model.config).layers
-    if not layers or len(layers) != config.num_hidden_layers:
-        raise NotPackable("its cache has not one entry a layer")
-    known = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
-    if any(type(layer) not in known for layer in layers):
-        raise NotPackable(
-            f"its cache has layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))}"
-        )
-    return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
 
 
 def _passing_cache(layers: int, length: int) -> Any:

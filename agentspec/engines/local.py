@@ -69,8 +69,9 @@ class LocalEngine:
     tool_format: how the model writes tool calls (agentspec.chat.formats); None: as its chat template tells
     cost_curve: v(n), kept as it is, and no clock decides a width; None: measured at load (a few seconds, cached by
                 model, dtype, device and threads) and corrected while running
-    kv_budget:  most bytes of keys and values kept for all trajectories; None: a quarter of the machine's memory (of
-                the GPU's on CUDA). The least recently used trajectory's go first and are computed again when needed
+    kv_budget:  most bytes of keys and values kept for all trajectories; None: a quarter of the machine's memory (on
+                CUDA of what the model leaves free). The least recently used trajectory's go first and are computed
+                again when needed
     fast:       False: transformers' own forward, whatever else could run
     announce:   where first-use waits are told
 

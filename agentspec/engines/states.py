@@ -141,11 +141,12 @@ class States:
 
 
 def default_budget(device: str) -> int:
-    """A quarter of the memory where keys and values are, in bytes."""
+    """A quarter of the machine's memory, in bytes; on CUDA of what the model left free there: the forward's working
+    space takes up to twice the longest context beside it."""
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[1] // 4)
+        return int(torch.cuda.mem_get_info(device)[0] // 4)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     except (AttributeError, ValueError, OSError):

@@ -150,12 +150,12 @@ def test_greedy_and_seeded_equal_plain_for_any_draft(data: st.DataObject) -> Non
 
 
 class Rounding:
-    """A forward whose logits are coarse, so that ties are common, and off by its tolerance wherever n > 1."""
+    """A forward whose logits are coarse, so that ties are common, and off by its noise wherever n > 1."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.row_invariant = False
-        self.tolerance = 1e-3
+        self.noise = 1e-3
         self.rng = np.random.default_rng(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -204,7 +204,7 @@ def test_a_near_tie_is_counted_and_its_cache_right(tiny_engine: Make) -> None:
     full = ids_of() + list(wanted.token_ids)
     for script in (proposers.oracle(full), proposers.noise(3, 400, full, tree=True)):
         engine = tiny_engine(fast=False, proposer=proposers.ScriptedProposer(script))
-        engine.forward.tolerance = 100.0
+        engine.forward.noise = 100.0
         got = run(engine, max_tokens=40)
         same(got, wanted)
         assert got.stats.near_ties >= 20
