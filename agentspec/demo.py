@@ -9,6 +9,8 @@ texts have to be equal. Called by cli. Imports the engine only when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import contextvars
 import importlib.metadata
 import json
 import re
@@ -20,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import agentspec
+from agentspec import telemetry
 from agentspec.errors import InvalidRequestError
-from agentspec.loop import Trajectory, tool, trajectory
+from agentspec.loop import tool, trajectory
 
 if TYPE_CHECKING:
     from agentspec.engines.base import GenerationResult
@@ -146,6 +149,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, a Hugging Face id, a directory or a GGUF file")
     parser.add_argument("--docs", type=Path, metavar="DIR", help="prose files to work on (default: the project's own)")
     parser.add_argument("--proposer", default=None, help="which proposer drafts (default: the engine's)")
+    parser.add_argument(
+        "--otlp", nargs="?", const="", metavar="URL",
+        help="send spans and metrics to a collector (default: what OTEL_EXPORTER_OTLP_ENDPOINT says, else localhost)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
 
 
@@ -163,6 +170,8 @@ class _Pair:
 def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0, or 1 if any text differs between plain decoding and agentspec."""
     documents = Documents(args.docs)
+    if args.otlp is not None:
+        telemetry.configure(endpoint=args.otlp or None)
     say = (lambda text: print(text, file=sys.stderr)) if args.json else print
     say(
         f"A document agent works through {len(documents.files)} file(s): {', '.join(documents.files)}.\n"
@@ -196,25 +205,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calls(engine: LocalEngine, documents: Documents) -> Iterator[_Pair]:
-    # Tools run inside the drafting trajectory, so that @tool seeds what they return; the plain trajectory is
-    # given the same results and drafts nothing.
-    plain = Trajectory(name="demo (plain)")
-    with trajectory(name="demo", namespace=False) as drafted:
-        histories: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-        for history in histories:
+    # Two trajectories side by side, each in a context of its own. Tools run in the drafting one, so that @tool seeds
+    # what they return; the plain one is given the same results and drafts nothing.
+    contexts = {draft: contextvars.copy_context() for draft in (False, True)}
+    histories: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    with contextlib.ExitStack() as stack:
+        for draft, context in contexts.items():
+            opened = trajectory(name="demo" if draft else "demo (plain)", namespace=False)
+            context.run(opened.__enter__)
+            stack.callback(context.run, opened.__exit__, None, None, None)
             for example in _EXAMPLES:
-                history.append({"role": "user", "content": _REPEAT + example})
-                history.append({"role": "assistant", "content": example})
-        for number, step in enumerate(_plan(documents)):
-            content = step.question + step.result
+                histories[draft].append({"role": "user", "content": _REPEAT + example})
+                histories[draft].append({"role": "assistant", "content": example})
+        plan = _plan(documents)
+        number = 0
+        while (step := contexts[True].run(next, plan, None)) is not None:
             results = {}
-            order = [(plain, False), (drafted, True)]
-            for run_in, draft in order if number % 2 == 0 else reversed(order):
+            for draft in (False, True) if number % 2 == 0 else (True, False):
                 history = histories[draft]
-                history.append({"role": "user", "content": content})
-                generation = engine.chat(history, max_tokens=step.max_tokens, trajectory=run_in, draft=draft)
+                history.append({"role": "user", "content": step.question + step.result})
+                generation = contexts[draft].run(engine.chat, history, max_tokens=step.max_tokens, draft=draft)
                 results[draft] = generation.result()
                 history.append(results[draft].message)
+            number += 1
             yield _Pair(step, results[False], results[True])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.telemetry import names
+from tests import tiny
 from tests.telemetry.receiver import grpc_receiver, http_receiver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +114,35 @@ def test_the_metrics(received):
 @pytest.mark.fast
 def test_spans_come_in_few_batches_not_call_by_call(received):
     assert received.requests <= 4
+
+
+@pytest.mark.ci
+def test_the_demos_agent_and_its_plain_twin(tmp_path):
+    """`agentspec demo --otlp`: two trajectories beside one another, each a trace with its calls and tools below it."""
+    model = tiny.model(max_position_embeddings=16_384)
+    model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes.md").write_text("\n\n".join(" ".join([sentence] * 3) for sentence in tiny.CORPUS))
+    with http_receiver() as receiver:
+        done = subprocess.run(
+            [sys.executable, "-m", "agentspec", "demo", "--json", "--otlp", receiver.endpoint,
+             "--model", str(tmp_path / "model"), "--docs", str(tmp_path / "docs")],
+            cwd=ROOT, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["calls"]
+    agents = {s.name: s for s in receiver.named("invoke_agent")}
+    assert set(agents) == {"invoke_agent demo", "invoke_agent demo (plain)"}
+    assert len({a.trace_id for a in agents.values()}) == 2
+    for name, side in (("invoke_agent demo", "agentspec"), ("invoke_agent demo (plain)", "plain")):
+        below = [s for s in receiver.spans if s.parent_id == agents[name].span_id]
+        calls = sorted((s for s in below if s.name.startswith("chat ")), key=lambda s: s.start)
+        assert [c.attributes[names.OUTPUT_TOKENS] for c in calls] == [c[side]["output_tokens"] for c in told]
+        assert [c.attributes[names.STEPS] for c in calls] == [c[side]["verify_steps"] for c in told]
+        tools = [s.name for s in below if s.name.startswith("execute_tool ")]
+        assert (len(tools) >= 6) == (side == "agentspec") and len(tools) + len(calls) == len(below)
+    assert receiver.metrics["gen_ai.client.operation.duration"].histogram.data_points
 
 
 @pytest.mark.fast
