@@ -23,6 +23,7 @@ _NAMES = {
     "GenerationResult": "agentspec.engines.base",
     "LocalEngine": "agentspec.engines.local",
     "Proposer": "agentspec.drafting",
+    "SGLangEngine": "agentspec.engines.sglang",
     "TokenChunk": "agentspec.engines.base",
     "Trajectory": "agentspec.loop",
     "TrajectoryMemory": "agentspec.memory",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         TokenChunk,
     )
     from agentspec.engines.local import LocalEngine
+    from agentspec.engines.sglang import SGLangEngine
     from agentspec.errors import AgentSpecError
     from agentspec.loop import Trajectory, agent_loop, current_trajectory, seed, tool, trajectory
     from agentspec.memory import TrajectoryMemory

@@ -143,18 +143,35 @@ def _optional() -> list[Finding]:
     return findings
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
+def _server(url: str) -> list[Finding]:
+    """What a server gives, and doesn't, as SGLangEngine finds it."""
+    from agentspec.engines.sglang import SGLangEngine
+    from agentspec.errors import AgentSpecError
+
+    try:
+        with SGLangEngine(url, api_key=os.environ.get("AGENTSPEC_API_KEY"), connect_timeout=5.0) as engine:
+            does = "drafts with AGENTSPEC" if engine.info.plugin else "answers"
+            found = [Finding("server", "ok", f"{engine.info.model} by {engine.info.kind} at {url} {does}")]
+            return found + [Finding(n.subject, "note", n.text, n.remedy) for n in engine.notices]
+    except AgentSpecError as error:
+        return [Finding("server", "missing", str(error))]
+
+
+def examine(url: str | None = None) -> list[Finding]:
+    """All findings, in the order of the report. url: of a server to be looked at instead."""
+    if url is not None:
+        return _server(url)
     return [f for part in (_packages, _device, _numba, _model, _caches, _optional) for f in part()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--url", help="look at this server instead (its key, if it wants one, in AGENTSPEC_API_KEY)")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing is missing, else 1."""
-    findings = examine()
+    findings = examine(args.url)
     if args.json:
         report: list[dict[str, Any]] = [asdict(f) for f in findings]
         print(json.dumps(report, indent=2))

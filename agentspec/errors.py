@@ -137,13 +137,19 @@ class RequestAbortedError(EngineError):
 class ServerError(EngineError):
     """A remote engine is unreachable, too slow, or answers what it should not.
 
-    `partial` is what had arrived (GenerationResult or None), `status` the HTTP status or None.
+    `partial` is what had arrived (GenerationResult or None), `status` the HTTP status or None; `temporary` says
+    whether the same request may succeed later (a busy server) or not (a wrong key), `retry_after` when, in s, where
+    the server said so.
     """
 
-    def __init__(self, message: str, partial: Any = None, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, partial: Any = None, status: int | None = None, temporary: bool = True
+    ) -> None:
         super().__init__(message)
         self.partial = partial
         self.status = status
+        self.temporary = temporary
+        self.retry_after: float | None = None
 
 
 class MissingExtraError(AgentSpecError, ImportError):

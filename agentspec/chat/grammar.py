@@ -31,7 +31,8 @@ class Grammar:
     """A grammar in llguidance's Lark dialect. Equal grammars are compiled once.
 
     parts:  other grammars, which `lark` refers to as @name; one level
-    source: what it was made of, for engines that take that: ("json_schema", JSON) or ("regex", pattern)
+    source: what it was made of, for engines that take that: ("json_schema", JSON), ("regex",
+            pattern) or ("ebnf", rules)
 
     Under a JSON schema, objects and lists are written in one line as json.dumps does, keys in the schema's
     order, texts without raw control characters (DEL is one to llguidance); whitespace=True allows any white
@@ -88,7 +89,7 @@ class Grammar:
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
-            return cls(any_to_lark(_text("ebnf", text)))
+            return cls(any_to_lark(_text("ebnf", text)), source=("ebnf", text))
         except GrammarError:
             raise
         except Exception as error:

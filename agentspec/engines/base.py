@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from agentspec import recordings, telemetry
 from agentspec.chat import MessageDelta, joined
 from agentspec.engines.request import GenerationRequest
-from agentspec.errors import AgentSpecError, RequestAbortedError
+from agentspec.errors import AgentSpecError, RequestAbortedError, ServerError
 
 __all__ = [
     "CallStats",
@@ -76,7 +76,8 @@ class CallStats:
     verify_steps                   forward passes that emitted tokens (LocalEngine's last prefill pass is one: it
                                    carries a draft and emits)
     proposed, accepted             draft tokens verified, and those of them emitted
-    mismatches                     steps in which the target disagreed with the draft before it ran out
+    mismatches                     steps in which the target disagreed with the draft before it ran out; None: the
+                                   engine isn't told
     proposed_depth                 sum over steps of the draft's longest path
     accepted_by_source             accepted tokens by the memory's source
     not_drafted                    steps without a draft, by reason
@@ -105,7 +106,7 @@ class CallStats:
     verify_steps: int = 0
     proposed: int = 0
     accepted: int = 0
-    mismatches: int = 0
+    mismatches: int | None = 0
     proposed_depth: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     not_drafted: dict[str, int] = field(default_factory=dict)
@@ -127,7 +128,9 @@ class CallStats:
 
     @property
     def conditional_acceptance(self) -> float | None:
-        """accepted / (accepted + first mismatches): the `a` of the formulas."""
+        """accepted / (accepted + first mismatches): the `a` of the formulas. None: nothing was tried, or not told."""
+        if self.mismatches is None:
+            return None
         tried = self.accepted + self.mismatches
         return self.accepted / tried if tried else None
 
@@ -426,7 +429,7 @@ class Generation:
             self.stats = event
             recordings.note(self.request, self._chunks, event)
             raise stop
-        if isinstance(event, RequestAbortedError) and event.partial is not None:
+        if isinstance(event, (RequestAbortedError, ServerError)) and isinstance(event.partial, CallStats):
             self.stats = event.partial
             event.partial = self._partial()
         self._error = event

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from agentspec.chat import MessageParser
 from agentspec.drafting import Draft, Proposer, WidthPolicy
-from agentspec.engines.base import CallStats, Channel, TokenChunk, TokenLogprob, now_ns
+from agentspec.engines.base import CallStats, Channel, TokenLogprob, now_ns
+from agentspec.engines.conversations import common_prefix
 from agentspec.engines.cost import CostMeter
 from agentspec.engines.forward import Forward
+from agentspec.engines.outputs import token_chunk
 from agentspec.engines.request import GenerationRequest
 from agentspec.engines.sampling import Sampler, logprob
-from agentspec.engines.states import TrajectoryState, common_prefix
+from agentspec.engines.states import TrajectoryState
 from agentspec.engines.stops import Stopper
 from agentspec.errors import EngineClosedError
 from agentspec.memory import Context, Source
@@ -160,22 +162,7 @@ class Decoder:
         stats.verify_steps += 1
         stats.output_tokens += len(emitted)
         stats.arrivals.append(((stamp - submitted_ns) / 1e6, len(emitted)))
-        stopper = output.stopper
-        text, delta = stopper.take(), None
-        if output.parser is not None:
-            delta = output.parser.finish(text) if stopper.finish_reason else output.parser.push(text)
-        channel.put(
-            TokenChunk(
-                tuple(emitted),
-                text,
-                stamp,
-                stopper.finish_reason or None,
-                tuple(probabilities),
-                output.index,
-                stopper.stop_reason,
-                delta,
-            )
-        )
+        channel.put(token_chunk(output.stopper, output.parser, emitted, stamp, probabilities, output.index))
 
     def _policy(self, state: TrajectoryState) -> WidthPolicy:
         """The trajectory's, with the cost curve and the proposer's cost as known now.
@@ -273,7 +260,7 @@ class Decoder:
             reason = output.stopper.push(token)
             child = children.get((node, token))
             if child is None:
-                stats.mismatches += node in parented
+                stats.mismatches = (stats.mismatches or 0) + (node in parented)
                 break
             path.append(child)
             if reason or settled:

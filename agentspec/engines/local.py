@@ -20,17 +20,18 @@ import numpy as np
 import torch
 
 from agentspec import telemetry
-from agentspec.chat import ChatTemplate, Grammar, History, OutputRecord, PreparedChat, ToolFormat, prepare
+from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, ToolFormat
 from agentspec.chat.compiled import CompiledGrammar, GrammarCompiler
 from agentspec.drafting import CostCurve, Proposer, make_proposer
 from agentspec.engines import cost, models
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest, as_engine_error, now_ns
+from agentspec.engines.conversations import divergence
 from agentspec.engines.decoding import Decoder, Output
 from agentspec.engines.forward import Forward
-from agentspec.engines.request import check_fits
+from agentspec.engines.outputs import make_stopper, remember
+from agentspec.engines.request import bad_word_ids, chat_request, check_fits
 from agentspec.engines.sampling import Sampler
-from agentspec.engines.states import States, TrajectoryState, default_budget, divergence, token_bytes
-from agentspec.engines.stops import Stopper
+from agentspec.engines.states import States, TrajectoryState, default_budget, token_bytes
 from agentspec.engines.worker import Worker
 from agentspec.errors import (
     EngineClosedError,
@@ -113,7 +114,7 @@ class LocalEngine:
         config = self._model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context_length = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
-        self.eos_ids = _eos_ids(self._model, self.tokenizer)
+        self.eos_ids = models.eos_ids(getattr(self._model, "generation_config", None), self.tokenizer)
         self.device, self.dtype = str(device), dtype
         self.template = ChatTemplate(self.tokenizer, tool_format)
         self._grammars = GrammarCompiler(self.tokenizer, self.vocabulary, self.eos_ids)
@@ -180,29 +181,20 @@ class LocalEngine:
         tool_calls, invalid_tool_calls. agentspec.chat.prepare says what the arguments are; options:
         GenerationRequest's. Raises as `generate`, and ChatTemplateError, GrammarError, UnknownOptionError.
         """
-        GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
-        trajectory = options.pop("trajectory", None) or current_trajectory()
         # Rendered now, so that a bad message is told to the caller and not to the stream. The history may still
         # grow by a call under way in this trajectory; then its output is tokenised instead of spliced.
-        history = self._states.get(trajectory).history if trajectory is not None else History()
-        prepared = prepare(
+        request, prepared = chat_request(
             self.template,
             messages,
+            lambda trajectory: self._states.get(trajectory).history,
+            self.compile,
+            options,
             tools=tools,
             tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls,
             response_format=response_format,
             grammar=grammar,
-            history=history,
             template_options=template_options,
-        )
-        if prepared.grammar is not None:
-            if options.get("constraint") is not None:
-                raise InvalidRequestError("chat: needed one of constraint and a grammar, got both")
-            options["constraint"] = self.compile(prepared.grammar)
-        prompt = prepared.prompt
-        request = GenerationRequest.of(
-            **{"input_ids": prompt.input_ids, "spans": prompt.spans, "trajectory": trajectory, **options}
         )
         self._check(request)
         return self._submit(request, prepared, messages)
@@ -377,9 +369,6 @@ class LocalEngine:
         if index == 0:
             stats.reused_tokens = reused
         eos = frozenset() if request.ignore_eos else self.eos_ids
-        limit = self._room - len(prompt)
-        if request.max_tokens is not None:
-            limit = min(limit, request.max_tokens)
         single = {s[0] for s in request.stop_sequences if len(s) == 1}
         sampler = Sampler(
             request,
@@ -387,20 +376,12 @@ class LocalEngine:
             sorted(eos | single),
             seed,
             index,
-            self._bad_words(request),
+            bad_word_ids(request, self._encode),
             request.constraint() if request.constraint is not None else None,
             self._decoder.noise,
         )
         prepared = job.prepared
-        stopper = Stopper(
-            self.tokenizer,
-            eos,
-            limit,
-            request.stop_texts,
-            request.stop_sequences,
-            request.min_tokens,
-            prepared.keep_ids if prepared is not None else (),
-        )
+        stopper = make_stopper(self.tokenizer, request, self.eos_ids, self._room - len(prompt), prepared)
         parser = prepared.parser() if prepared is not None else None
         context = state.memory.extend(prompt, request.spans)
         return Output(index, request, prompt, sampler, stopper, context, prompt[reused:], parser=parser)
@@ -420,39 +401,21 @@ class LocalEngine:
             ids = context.output.tolist()
             state.last = context.tokens.copy()
             context.memory.close(context)
-            if ids:
-                record = OutputRecord.of(self.tokenizer, ids, self.eos_ids)
-                text = record.text if aborted else output.stopper.text
-                message = {"role": "assistant", "content": text} if output.parser is None else output.parser.message()
-                state.history.add(record, message, job.prepared.prompt.text if job.prepared is not None else None)
+            remember(
+                state.history, self.tokenizer, self.eos_ids, ids, output.stopper, output.parser, job.prepared, aborted
+            )
         state.cached = state.cached.copy()
 
     def _encode(self, text: str) -> list[int]:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def _bad_words(self, request: GenerationRequest) -> list[list[int]]:
-        """The ids of texts as the tokenizer writes them at a beginning and after a space."""
-        words: list[list[int]] = []
-        for word in request.bad_words:
-            if isinstance(word, str):
-                for text in (word, " " + word):
-                    ids = self._encode(text)
-                    if ids and ids not in words:
-                        words.append(ids)
-            else:
-                words.append([int(i) for i in word])
-        return words
-
     def _take_seeds(self, state: TrajectoryState, trajectory: Trajectory) -> None:
-        taken = state.seeds_taken.get(trajectory, 0)
-        seeds = trajectory.seeds_from(taken)
-        for seed in seeds:
+        for seed in state.new_seeds(trajectory):
             source = {"tool": Source.TOOL, "schema": Source.SCHEMA}.get(seed.source, Source.SEED)
             if isinstance(seed.content, str):
                 state.memory.seed_text(seed.content, self._encode, source)
             else:
                 state.memory.seed([i for i in seed.content if i < self.vocabulary], source)
-        state.seeds_taken[trajectory] = taken + len(seeds)
 
     # ---- v(n) ---------------------------------------------------------------------------------
 
@@ -495,11 +458,3 @@ def _caller() -> Hashable:
     except RuntimeError:
         task = None
     return ("task", id(task)) if task is not None else ("thread", threading.get_ident())
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = set(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-    if getattr(tokenizer, "eos_token_id", None) is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(int(i) for i in ids)

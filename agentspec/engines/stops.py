@@ -85,6 +85,11 @@ class Stopper:
         self._release()
         return self.finish_reason
 
+    def end(self, reason: str) -> None:
+        """The output ended for a reason that isn't seen here (a server's); what was held back is text now."""
+        if not self.finish_reason:
+            self._finish(reason)
+
     def take(self) -> str:
         """The text that may be shown and was not taken yet."""
         piece = "".join(self._shown)

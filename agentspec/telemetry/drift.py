@@ -158,7 +158,7 @@ def _seen(stats: Any, fingerprint: str | None, changed: bool) -> _Seen:
         cost=stats.break_even * stats.verify_steps,
         proposed=stats.proposed,
         accepted=stats.accepted,
-        mismatches=stats.mismatches,
+        mismatches=stats.mismatches or 0,
         unmatched=unmatched,
         priced_out=priced,
         temperature=stats.temperature,

@@ -81,7 +81,8 @@ def totals(calls: Sequence[Any]) -> Attributes:
     """What the calls of a trajectory did together."""
     steps, tokens = sum(c.verify_steps for c in calls), sum(c.output_tokens for c in calls)
     proposed, accepted = sum(c.proposed for c in calls), sum(c.accepted for c in calls)
-    tried = accepted + sum(c.mismatches for c in calls)
+    told = all(c.mismatches is not None for c in calls)
+    tried = accepted + sum(c.mismatches or 0 for c in calls) if told else 0
     saved = [s for s in map(time_saved_ms, calls) if s is not None]
     found: Attributes = {
         n.CALLS: len(calls),

@@ -31,6 +31,8 @@ from agentspec.errors import (
     ServerError,
     UnknownOptionError,
 )
+from tests import tiny
+from tests.engines.misbehaving import IDS, Misbehaving
 from tests.langchain.text_engine import TextEngine
 
 pytestmark = pytest.mark.fast
@@ -473,9 +475,32 @@ def test_the_key_is_part_of_the_engine_only_with_a_server(made: Any) -> None:
     assert "k1" not in repr(made)
 
 
-def test_a_server_is_refused_not_ignored() -> None:
-    with pytest.raises(InvalidRequestError, match="no client for a server yet"):
+def test_a_server_that_is_not_there_is_told() -> None:
+    with pytest.raises(ServerError, match="is the server running"):
         ChatAgentSpec(model="a", base_url="http://127.0.0.1:1").invoke("x")
+
+
+def test_a_server_is_what_base_url_means() -> None:
+    """Streamed and whole, its failures tried again by max_retries alone; what a real server does is in tests/sglang."""
+    options = {"tokenizer": tiny.tokenizer()}
+    busy = [lambda answer: answer.whole(503, "busy")] * 2
+    try:
+        with Misbehaving(*busy) as server:
+            model = ChatAgentSpec(
+                base_url=server.url, api_key="k", max_tokens=len(IDS), engine_options=options, max_retries=1
+            )
+            with pytest.raises(ServerError):
+                model.invoke("x")
+            assert len(server.seen) == 2
+            said = model.invoke("x")
+            assert said.usage_metadata["output_tokens"] == len(IDS)
+            assert said.content == tiny.tokenizer().decode(IDS, skip_special_tokens=True)
+            assert "".join(str(chunk.content) for chunk in model.stream("x")) == said.content
+            assert server.seen[-1].headers["authorization"] == "Bearer k"
+            with pytest.raises(InvalidRequestError, match="serves tiny"):
+                ChatAgentSpec(model="other", base_url=server.url, engine_options=options).invoke("x")
+    finally:
+        close_engines()
 
 
 def test_every_error_is_in_agentspecs_tree() -> None:

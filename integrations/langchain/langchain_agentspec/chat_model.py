@@ -1,6 +1,7 @@
 """ChatAgentSpec: LangChain's chat model on an agentspec engine.
 
     model = ChatAgentSpec(model="smollm2")                     # the embedded engine, loaded when first called
+    model = ChatAgentSpec(base_url="http://127.0.0.1:30000")   # SGLang, or any OpenAI-compatible server
     model = ChatAgentSpec(engine=engine)                        # an engine of your own
 
 A call goes: LangChain's messages -> messages.py -> trajectories.py (whose memory?) -> call.py (the engine) ->
@@ -66,12 +67,13 @@ class ChatAgentSpec(BaseChatModel):
     same as without drafts.
 
     model:      "smollm2", a Hugging Face id, a directory, a GGUF file; AGENTSPEC_MODEL. With base_url: the
-                served model's name
+                served model's name; what the server serves, if left out
     engine:     an agentspec engine to run on; None: one of these settings, loaded at the first call and
                 shared by all chat models that have them (close_engines frees them)
-    base_url:   a server's address; AGENTSPEC_BASE_URL. Reserved: this version has no client for one, and refuses
+    base_url:   a server's address, SGLang or any OpenAI-compatible one; AGENTSPEC_BASE_URL. None: the embedded engine
     api_key:    the server's; AGENTSPEC_API_KEY. The embedded engine needs none
-    engine_options: more of LocalEngine's own: device, max_draft, proposer, ...
+    engine_options: more of the engine's own: LocalEngine's (device, max_draft, proposer, ...) or SGLangEngine's
+                (tokenizer, api, tenant, read_timeout, ...)
 
     temperature, max_tokens, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty,
     frequency_penalty, logit_bias, logprobs, top_logprobs, n, draft: GenerationRequest's; None: its default
@@ -396,6 +398,8 @@ class ChatAgentSpec(BaseChatModel):
         key = None
         if self.api_key is not None and self.base_url is not None:
             key = self.api_key.get_secret_value()
+        if self.base_url is not None and model == "smollm2" and "model" not in self.model_fields_set:
+            model = ""  # nobody named one
         return EngineSettings(model, self.base_url, key, tuple(sorted(self.engine_options.items())))
 
     def _engine(self, model: str) -> Engine:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentspec.engines.base import Engine
-from agentspec.errors import InvalidRequestError
 
 __all__ = ["EngineSettings", "close_engines", "shared_engine"]
 
 
 @dataclass(slots=True, frozen=True)
 class EngineSettings:
-    """What makes an engine: model, a server's address (None: the embedded engine) and key, more options."""
+    """What makes an engine: model (of a server "": what it serves), a server's address (None: the embedded engine) and
+    key, more options."""
 
     model: str
     base_url: str | None = None
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 def shared_engine(settings: EngineSettings) -> Engine:
     """The engine of these settings, made if there is none. Loads a model: seconds, the first time.
 
-    Raises what the engine raises when it can't be made: ModelError, InvalidRequestError.
+    Raises what the engine raises when it can't be made: ModelError, InvalidRequestError, ServerError.
     """
     with _lock:
         slot = _slots.setdefault(settings.key, _Slot())
@@ -77,7 +77,10 @@ def _make(settings: EngineSettings) -> Engine:
 
         local: Engine = LocalEngine(settings.model, **options)
         return local
-    raise InvalidRequestError(
-        f"base_url={settings.base_url!r}: this version has no client for a server yet; leave base_url out for the "
-        f"embedded engine, or pass engine= any object that implements agentspec.Engine"
+    from agentspec.engines.sglang import SGLangEngine
+
+    # The chat model tries again itself (max_retries), and knows what has arrived.
+    remote: Engine = SGLangEngine(
+        settings.base_url, model=settings.model or None, api_key=settings.api_key, **{"retries": 0, **options}
     )
+    return remote
