@@ -37,11 +37,18 @@ def _format(grammar: Grammar, parts: dict[str, Grammar]) -> Format:
     if grammar.source is not None:
         kind, text = grammar.source
         if kind == "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(text)}
+            return _json(json.loads(text), compact="x-guidance" in grammar.lark)
         if kind == "regex":
             return {"type": "regex", "pattern": text}
         return {"type": "grammar", "grammar": text}
     return _Reader(grammar.lark, {**parts, **dict(grammar.parts)}).read()
+
+
+def _json(schema: Any, compact: bool) -> Format:
+    """xgrammar can't be told json.dumps' own white space, but that there be no more than one in a place: without a
+    limit a small model may write nothing else."""
+    made: Format = {"type": "json_schema", "json_schema": schema}
+    return {**made, "max_whitespace_cnt": 1} if compact else made
 
 
 class _Reader:
@@ -134,8 +141,7 @@ class _Reader:
         if text.startswith("%json"):
             body = text[len("%json") :].lstrip()
             schema, end = decoder.raw_decode(body)
-            schema.pop("x-guidance", None)
-            return {"type": "json_schema", "json_schema": schema}, body[end:]
+            return _json(schema, compact=schema.pop("x-guidance", None) is not None), body[end:]
         token = _TOKEN.match(text)
         if token is not None:
             return {"type": "token", "token": int(token.group(1))}, text[token.end() :]

@@ -114,13 +114,13 @@ def _served(grammar: Grammar, backend: str) -> dict[str, str]:
     """A grammar as the sampling parameter that the server's grammar backend takes."""
     if not backend or backend == "none":
         raise GrammarError("grammar: this server runs without grammars; start it with --grammar-backend xgrammar")
-    if grammar.source is not None and not grammar.parts:
-        kind, text = grammar.source
-        return {kind: text}
+    kind, text = grammar.source if grammar.source is not None and not grammar.parts else ("", "")
     if backend == "llguidance" and not grammar.parts:
-        return {"ebnf": grammar.lark}
-    if backend == "xgrammar":
+        return {"ebnf": grammar.lark}  # it reads Lark there too
+    if backend == "xgrammar" and kind not in ("regex", "ebnf"):
         return {"structural_tag": json.dumps(structural_tag(grammar))}
+    if kind:
+        return {kind: text}
     raise GrammarError(
         f"grammar: the server's grammar backend {backend} takes JSON schemas and regular expressions only, and this is "
         f"another kind; start it with --grammar-backend xgrammar"

@@ -226,7 +226,7 @@ class EngineSuite:
         [
             (Grammar.regex("[ab]{3,5}"), "[ab]{3,5}"),
             (Grammar.choice(["yes, sir", "no"]), "yes, sir|no"),
-            (Grammar.json_schema({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}), r'\{\s*"a":\s*(1|22)\s*\}'),
+            (Grammar.json_schema({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}), r'\{\s?"a"\s?:\s?(1|22)\s?\}'),
             (Grammar.ebnf('root ::= "x" [0-9] "y"'), "x[0-9]y"),
         ],
         ids=["regex", "choice", "schema", "ebnf"],

@@ -58,7 +58,8 @@ class Answer:
 
     def whole(self, status: int, text: str, kind: str = "application/json", **headers: str) -> None:
         self.begin(status, kind, **headers)
-        self.raw(text.encode())
+        if text:  # an empty chunk is the end
+            self.raw(text.encode())
         self.end()
 
     def cut(self) -> None:
