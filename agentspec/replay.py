@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,7 @@ def replay(
     shared: bool = True,
     deferred: bool = False,
     proposer_cost: float = 0.0,
+    price: float | None = None,
     oracle: bool = True,
     seeds: Callable[[Recording], Iterable[Sequence[int]]] | None = None,
     progress: Callable[[int, int, CallRow], None] | None = None,
@@ -285,6 +286,7 @@ def replay(
 
     make:     builds a proposer; one is made for each family
     fixed:    draft max_draft tokens at every step, whatever they cost; else the width policy decides
+    price:    expected accepted tokens that each node has to bring, instead of the policy's
     shared:   a family's trajectories share a namespace
     deferred: learn while the next forward runs (as the SGLang plugin does), not before it (as LocalEngine does)
     seeds:    a recording's draft material besides its text, held as Source.SCHEMA before its first call
@@ -324,6 +326,8 @@ def replay(
                     limits = DraftLimits(most, max(0, min(max_draft, remaining - 1)), tree, np.zeros(most + 1))
                 else:
                     limits = policy.limits(remaining, 1, tree)
+                if price is not None:
+                    limits = replace(limits, price=price * np.arange(limits.max_tokens + 1))
                 before = time.perf_counter()
                 draft = proposer.propose(context, limits)
                 spent.append(time.perf_counter() - before)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.drafting import CostCurve, mixing
+from agentspec.drafting import mixing
 from agentspec.drafting.contexts import CONTEXTS, NAMES
 from agentspec.drafting.mixing import FEATURES, LANGUAGE, PAIRS
 from agentspec.drafting.mixture import MixtureProposer, Prior, plain_weights
@@ -35,14 +35,12 @@ from agentspec.memory.kernels import kernel
 from agentspec.replay import CURVES, Report, replay
 from benchmarks import make_prior, traces
 
-# At four nodes a step: a price of 0.103 expected tokens for each.
-PRICED = CostCurve.linear(0.031, name="four nodes")
 ROWS: dict[str, dict[str, Any]] = {
     "shared16": {"fixed": True},
     "shared16-deferred": {"fixed": True, "deferred": True},
     "own16": {"fixed": True, "shared": False},
     "own16-deferred": {"fixed": True, "shared": False, "deferred": True},
-    "shared-four": {"curve": PRICED, "max_draft": 16},
+    "shared-four": {"price": 0.103},
     "shared-gpu": {"curve": CURVES["gpu"], "max_draft": 32},
     "shared-cpu": {"curve": CURVES["cpu"], "max_draft": 31},
 }

@@ -85,6 +85,10 @@ TOKEN, COUNT, OWN, SHARED, OWN_STATE, SHARED_STATE, OWN_VOTES, SHARED_VOTES, LAN
 COLUMNS = 10
 # Rows of a tree: token, parent, whether it was its parent's top guess, its own top guess (-1: not looked at), kind
 TREE = 5
+# A node is looked into only if a child with this share of its path probability would be among the best. The last
+# nodes of a tree are improbable ones, and their children's odds come out too high: looking into all of them takes
+# half as long again and drafts 0.3 % worse.
+LAZY = 0.5
 NEGLIGIBLE = -11.0  # log of the odds against the best under which a candidate counts as impossible
 SMALL = 0.003  # gradients under this teach nothing worth the time
 
@@ -573,7 +577,7 @@ def propose(
                 k += 1
             for k in range(STATE):
                 here[k] = states[node, k]
-        if depth < deepest:
+        if depth < deepest and (waiting < most - n or chance[most - n - 1] < LAZY * probability):
             hashes(history, here, size + depth - prompt_length, own, classes, hashed)
             m = candidates(
                 own, shared, language, weights, lexical, mask, hashed, history[0], here[5],

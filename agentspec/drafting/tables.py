@@ -73,11 +73,21 @@ def mix(h: Any, x: Any) -> Any:
 
 @kernel("int64(int64)")
 def log2_floor(x: Any) -> Any:
+    """Of 1 <= x < 2^32; 0 for less."""
     b = 0
-    while x > 1:
-        x >>= 1
-        b += 1
-    return b
+    if x >= 65536:
+        x >>= 16
+        b = 16
+    if x >= 256:
+        x >>= 8
+        b += 8
+    if x >= 16:
+        x >>= 4
+        b += 4
+    if x >= 4:
+        x >>= 2
+        b += 2
+    return b + 1 if x >= 2 else b
 
 
 @kernel("int64(int64)")
