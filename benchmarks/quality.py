@@ -8,7 +8,8 @@ Teacher-forced over ../shared/traces (benchmarks/traces.py), cold start, one nam
 leave one family out: each is drafted with a prior made from the other six, by what make_prior.py does.
 
 acceptance: tokens a step over all tokens, and the mean over the families (macro); nodes drafted a step; predicted
-speedup; expected calibration error. Rows in ROWS.
+speedup, and with the proposer's own --step-us microseconds a step (propose and learn: benchmarks/mixture_cost.py)
+counted where a plain step takes 6 ms and 60 ms; expected calibration error. Rows in ROWS.
 
 loss: cross-entropy, in nats, of every edge that hangs on a node where the text went through: did this child come?
 Beside the mixture stand (a) one constant and (b) a table by match length: the share of edges that came true where the
@@ -81,18 +82,24 @@ class Data:
         return MixtureProposer(tokenizer=self.encoder.tokenizer, prior=self.priors()[family])
 
 
-def acceptance(data: Data, rows: list[str]) -> None:
-    print(f"{'':22}{'drafted':>8}{'all':>7}{'macro':>7}{'speedup':>9}{'macro':>7}{'ECE':>8}   by family")
+def acceptance(data: Data, rows: list[str], step_us: float) -> None:
+    head = f"{'':18}{'drafted':>8}{'all':>7}{'macro':>7}{'speedup':>9}{'macro':>7}{'at 6 ms':>9}{'macro':>7}"
+    print(head + f"{'at 60 ms':>10}{'macro':>7}{'ECE':>8}   by family")
     for name in rows:
         report = data.replay(data.proposer, **ROWS[name])
         totals, families = report.totals(), report.by(lambda row: row.family)
-        macro = np.mean([family["speedup"] for family in families.values()])
-        each = " ".join(f"{f} {families[f]['tokens_per_step']:.2f}" for f in data.recordings)
-        print(
-            f"{name:22}{totals['proposed_per_step']:8.1f}{totals['tokens_per_step']:7.3f}{report.macro:7.3f}"
-            f"{totals['speedup']:9.3f}{macro:7.3f}{report.calibration_error:8.4f}   {each}",
-            flush=True,
-        )
+        line = f"{name:18}{totals['proposed_per_step']:8.1f}{totals['tokens_per_step']:7.3f}{report.macro:7.3f}"
+        for width, milliseconds in ((9, 0.0), (9, 6.0), (10, 60.0)):
+            c = step_us / (1000.0 * milliseconds) if milliseconds else 0.0
+            each = [_speedup(group, c) for group in families.values()]
+            line += f"{_speedup(totals, c):{width}.3f}{np.mean(each):7.3f}"
+        by_family = " ".join(f"{f} {families[f]['tokens_per_step']:.2f}" for f in data.recordings)
+        print(f"{line}{report.calibration_error:8.4f}   {by_family}", flush=True)
+
+
+def _speedup(totals: dict[str, Any], c: float) -> float:
+    """Predicted, each step costing c more: c of a plain step."""
+    return float(totals["output_tokens"] / (totals["verify_steps"] * (totals["break_even"] + c)))
 
 
 # ---- probabilities --------------------------------------------------------------------------------
@@ -305,6 +312,7 @@ def main() -> None:
     parser.add_argument("what", choices=("acceptance", "loss", "ablation"))
     parser.add_argument("--limit", type=int, help="trajectories a family (ablation: 12; else all)")
     parser.add_argument("--rows", default=",".join(ROWS), help="acceptance: which (default: all)")
+    parser.add_argument("--step-us", type=float, default=80.0, help="acceptance: the proposer's own cost of a step")
     parser.add_argument("--parts", default="", help="ablation: those whose names contain one of these")
     parser.add_argument("--families", default=",".join(traces.FAMILIES))
     parser.add_argument("--tokenizer", default="smollm2")
@@ -316,7 +324,7 @@ def main() -> None:
         unknown = [name for name in rows if name not in ROWS]
         if unknown:
             parser.error(f"--rows: needed some of {', '.join(ROWS)}, got {unknown}")
-        acceptance(data, rows)
+        acceptance(data, rows, args.step_us)
     elif args.what == "loss":
         loss(data)
     else:
