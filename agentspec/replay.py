@@ -524,6 +524,11 @@ def load_tokenizer(name: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """`agentspec replay`. Returns 0; 1 if records had to be skipped."""
+    options: dict[str, Any] = {}
+    if args.prior is not None:
+        if args.proposer != "mixture":
+            raise InvalidRequestError(f"--prior: only the mixture starts from weights, not {args.proposer!r}")
+        options["prior"] = args.prior
     curve = load_curve(args.curve)
     skipped: list[str] = []
 
@@ -543,12 +548,6 @@ def run(args: argparse.Namespace) -> int:
         "curve": curve, "tree": not args.chain, "shared": not args.alone, "deferred": args.deferred,
         "proposer_cost": args.proposer_cost,
     }  # fmt: skip
-
-    options: dict[str, Any] = {}
-    if args.prior is not None:
-        if args.proposer != "mixture":
-            raise InvalidRequestError(f"--prior: only the mixture starts from weights, not {args.proposer!r}")
-        options["prior"] = args.prior
 
     def make() -> Proposer:
         return make_proposer(args.proposer, tokenizer=tokenizer, **options)

@@ -267,6 +267,22 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://" not in text and "https://" not in text and "<script" not in text
 
 
+def test_the_prior_is_the_mixtures(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({"id": "t", "calls": []}) + "\n")
+    with pytest.raises(InvalidRequestError, match="only the mixture"):
+        command(str(path), "--proposer", "match", "--prior", "x.npz")
+
+
+def test_a_price_is_what_a_node_has_to_bring() -> None:
+    recording = ids(([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 1, 2, 3, 4, 5]))
+    steps = [
+        replay([recording], Encoder(None), MatchProposer, max_draft=4, price=price, oracle=False).rows[0].proposed
+        for price in (0.0, 0.5, 1.01)
+    ]
+    assert steps[0] > steps[1] > steps[2] == 0
+
+
 def test_page_escapes_names() -> None:
     recordings = [ids(([1, 2, 1], [2, 1]), name="<b>&x", family='"><script>')]
     assert "<script>" not in page(replay(recordings, Encoder(None), MatchProposer))

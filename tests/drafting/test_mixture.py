@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,40 @@ def test_the_first_n_nodes_are_the_best_tree_of_n() -> None:
         siblings[parent] = siblings.get(parent, 0.0) + p
     for parent, mass in siblings.items():
         assert mass <= (1.0 if parent < 0 else float(wide.probabilities[parent])) + 1e-5
+
+
+def test_a_tree_is_grown_where_its_odds_are() -> None:
+    """Every node hangs on one that was looked into, and no node looked into was less probable by half than all
+    those that were taken in its children's place."""
+    memory = TrajectoryMemory("t")
+    proposer = MixtureProposer(**SMALL)
+    drive(proposer, scripted_calls(5), memory)
+    prompt, spans, output = scripted_calls(6)[5]
+    context = memory.extend(prompt, spans)
+    proposer.begin(context)
+    left_out = 0
+    for at in range(0, len(output), 4):
+        draft = proposer.propose(context, TREE)
+        nodes = proposer._calls[id(context)].nodes
+        looked = [k for k in range(len(draft)) if nodes[3, k] >= 0]
+        assert set(draft.parents[draft.parents >= 0].tolist()) <= set(looked)
+        for k in set(range(len(draft) - 1)) - set(looked):
+            left_out += 1
+            assert draft.probabilities[k + 1 :].min() >= mixing.LAZY * draft.probabilities[k] - 1e-6
+        memory.append(context, output[at : at + 4])
+        proposer.observe(context, output[at : at + 4])
+        proposer.learn(context)
+    assert left_out > 0
+
+
+def test_a_prior_comes_from_a_file_that_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "prior.npz"
+    Prior.load().save(path)
+    assert np.array_equal(Prior.load(path).shared, Prior.load().shared)
+    (tmp_path / "else").write_bytes(b"PK nothing")
+    for wrong in (tmp_path / "nowhere.npz", tmp_path / "else"):
+        with pytest.raises(InvalidRequestError, match="prior"):
+            Prior.load(wrong)
 
 
 def test_a_price_that_nothing_pays_drafts_nothing() -> None:
