@@ -183,6 +183,21 @@ def test_without_room_a_call_goes_on_without_drafts() -> None:
     drafter.end(call, [3, 4])
 
 
+def test_a_health_check_leaves_no_trace() -> None:
+    """What is drafted after hundreds of them is what is drafted without any."""
+    counts = []
+    for checks in (0, 300):
+        drafter = make(proposer="mixture")
+        for _ in range(checks):
+            call = drafter.begin_unseen(np.array([0], np.int32), 1, (), "health_check")
+            assert call.reason == "health_check"
+            drafter.end(call, [0])
+        held = drafter.book.nbytes
+        call = begin(drafter, [1, 2, 3, 4, 5, 6, 7, 8] * 4)
+        counts.append((held, run(drafter, call, [5, 6, 7, 8, 1, 2, 3, 9, 9, 5, 6, 7, 8] * 3)))
+    assert counts[0] == counts[1]
+
+
 def test_seeds_serve_the_call_they_came_with_and_bad_ones_hurt_nobody() -> None:
     drafter = make()
     output = list(range(20, 40))

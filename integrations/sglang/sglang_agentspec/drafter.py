@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 class Call:
     """One running request. taken: how many of its output tokens its memory has; reason: why it is not
-    drafted."""
+    drafted; seen: whether the proposer knows of it."""
 
     __slots__ = (
         "context",
@@ -47,6 +47,7 @@ class Call:
         "prompt_length",
         "proposed",
         "reason",
+        "seen",
         "stopped",
         "taken",
         "trajectory",
@@ -61,8 +62,10 @@ class Call:
         ends: Collection[int],
         reason: str | None,
         problems: Sequence[str] = (),
+        seen: bool = True,
     ) -> None:
         self.problems = problems
+        self.seen = seen
         self.trajectory = trajectory
         self.context = context
         self.policy = policy
@@ -143,14 +146,14 @@ class Drafter:
             )
         except AgentSpecError as error:
             problems.append(str(error))
-            return self._begin_without_memory(prompt, max_output, ends, problems)
+            return self.begin_unseen(prompt, max_output, ends, "no_memory", problems)
         memory = trajectory.memory
         try:
             context = memory.extend(prompt, request.spans)
         except AgentSpecError as error:
             problems.append(str(error))
             self.book.close(trajectory, None)
-            return self._begin_without_memory(prompt, max_output, ends, problems)
+            return self.begin_unseen(prompt, max_output, ends, "no_memory", problems)
         try:
             for piece in request.seeds:
                 memory.seed(piece)
@@ -164,16 +167,15 @@ class Drafter:
             trajectory.policy = WidthPolicy(self.curve, self.widths[-1] - 1)
         return Call(trajectory, context, trajectory.policy, max_output, ends, reason, problems)
 
-    def _begin_without_memory(
-        self, prompt: np.ndarray, max_output: int, ends: Collection[int], problems: list[str]
+    def begin_unseen(
+        self, prompt: np.ndarray, max_output: int, ends: Collection[int], reason: str, problems: Sequence[str] = ()
     ) -> Call:
+        """Open a call that no memory and no proposer is told of: it is not drafted, for that reason."""
         memory = TrajectoryMemory()
         context = memory.extend(np.maximum(prompt[-64:], 0))
-        self.proposer.begin(context)
-        policy = WidthPolicy(self.curve, 0)
         trajectory = Trajectory("", "", (None, ""), memory, named=True)
         trajectory.open_calls = 1
-        return Call(trajectory, context, policy, max_output, ends, "no_memory", problems)
+        return Call(trajectory, context, WidthPolicy(self.curve, 0), max_output, ends, reason, problems, seen=False)
 
     def take(self, call: Call, tokens: Sequence[int]) -> None:
         """Tokens that the last step emitted, in order. What comes after an end token is not part of the
@@ -190,7 +192,8 @@ class Drafter:
                     break
         memory = call.trajectory.memory
         memory.append(call.context, ids)
-        self.proposer.observe(call.context, ids)
+        if call.seen:
+            self.proposer.observe(call.context, ids)
         call.policy.record(len(ids), call.proposed)
         call.proposed = 0
 
@@ -243,7 +246,8 @@ class Drafter:
         memory = call.trajectory.memory
         if delivered is not None and len(delivered) > call.taken:
             self.take(call, delivered[call.taken :])
-        self.proposer.end(call.context)
+        if call.seen:
+            self.proposer.end(call.context)
         if delivered is not None:
             kept = len(delivered)
             if kept < len(

@@ -18,7 +18,7 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.managers.utils import GenerationBatchResult, is_health_check_generate_req
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.observability.req_time_stats import set_time_batch
@@ -410,14 +410,12 @@ class AgentSpecWorker(BaseSpecWorker):
         it."""
         prompt = np.array(request.origin_input_ids_unpadded, dtype=np.int32)
         settings = read_settings(request, len(prompt), self.drafter.vocabulary)
-        reason = reason_not_to_draft(request, _GREEDY_VERIFIER) if settings.draft else "switched_off"
-        call = self.drafter.begin(
-            settings,
-            prompt,
-            max_output=request.sampling_params.max_new_tokens,
-            ends=_ends(request),
-            reason=reason,
-        )
+        most, ends = request.sampling_params.max_new_tokens, _ends(request)
+        if is_health_check_generate_req(request):  # load balancers ask every few seconds
+            call = self.drafter.begin_unseen(prompt, most, ends, "health_check")
+        else:
+            reason = reason_not_to_draft(request, _GREEDY_VERIFIER) if settings.draft else "switched_off"
+            call = self.drafter.begin(settings, prompt, max_output=most, ends=ends, reason=reason)
         # One entry, at the first output token: it is sent once
         # (managers/scheduler_components/output_streamer.py).
         told = {

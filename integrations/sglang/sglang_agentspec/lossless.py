@@ -24,6 +24,7 @@ REASONS = {
     "hidden_states": "the verify forward captures no hidden states",
     "switched_off": "the request asked for no drafts",
     "no_memory": "the memory has no room for this request; see the response's problems",
+    "health_check": "the server's own health check; it leaves no trace in any memory",
     "no_token_ids": "the prompt came as embeddings, so there is nothing to copy from",
 }
 
