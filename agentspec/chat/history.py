@@ -18,7 +18,7 @@ from typing import Any
 
 from agentspec.chat.detokenizer import Detokenizer
 
-__all__ = ["History", "OutputRecord", "align"]
+__all__ = ["History", "OutputRecord", "align", "message_key"]
 
 Message = Mapping[str, Any]
 
@@ -77,7 +77,7 @@ class History:
         held = _Held(
             record,
             record.text.strip(),
-            None if message is None else _fingerprint(message),
+            None if message is None else message_key(message),
             None if prompt is None else hash(prompt),
         )
         with self._lock:
@@ -100,7 +100,7 @@ class History:
         with self._lock:
             numbers = (
                 self._by_text.get(rendered.strip())
-                or self._by_message.get(_fingerprint(message))
+                or self._by_message.get(message_key(message))
                 or self._by_text.get(str(message.get("content", "")).strip())  # raw, thoughts included
             )
             if not numbers:
@@ -124,7 +124,8 @@ def _drop(table: dict[str, list[int]], key: str, number: int) -> None:
         del table[key]
 
 
-def _fingerprint(message: Message) -> str:
+def message_key(message: Message) -> str:
+    """What a message says (text and tool calls), however its client writes it: equal for equal messages."""
     content = message.get("content")
     calls = []
     for call in message.get("tool_calls") or ():

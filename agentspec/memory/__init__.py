@@ -3,6 +3,7 @@
 May import: numpy, numba. Never torch. Used by drafting, the engines, the replay and the SGLang plugin alike.
 """
 
+from agentspec.memory.ends import Ends
 from agentspec.memory.store import MemoryStore
 from agentspec.memory.tokenizer import MessageMark, MessageMarks, vocabulary_fingerprint
 from agentspec.memory.trajectory import (
@@ -19,6 +20,7 @@ from agentspec.memory.trajectory import (
 __all__ = [
     "Context",
     "Copied",
+    "Ends",
     "Matches",
     "MemoryStore",
     "MessageMark",

@@ -1,11 +1,9 @@
 """Which trajectory a request belongs to. Their memories lie in one MemoryStore, within its byte budget.
 
 A request that names its trajectory gets that one, inside its scope. One that names none is followed by its
-prompt: if the prompt begins with everything that an unnamed trajectory of the same scope has seen (its last
-prompt and its last output, its final end-of-sequence token aside), it is that trajectory's next call.
-Nothing leaks by that: all that is joined is in the prompt already. So two users with the same first prompt
-are never merged, a common system prompt joins nobody, and a trajectory that has gone on can't be claimed by
-an older prefix of it.
+prompt (agentspec.memory.Ends): if the prompt begins with everything that an unnamed trajectory of the same
+scope has seen (its last prompt and its last output, its final end-of-sequence token aside), it is that
+trajectory's next call.
 
 Deterministic: a function of the calls made, never of a clock; under tensor parallelism every rank decides
 alike. May import nothing from sglang.
@@ -13,24 +11,20 @@ alike. May import nothing from sglang.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-
 import numpy as np
 
 from agentspec.drafting import WidthPolicy
-from agentspec.memory import MemoryStore, TrajectoryMemory
+from agentspec.memory import Ends, MemoryStore, TrajectoryMemory
 
 __all__ = ["Trajectory", "TrajectoryBook"]
 
 Key = tuple[str | None, str]  # of the store: namespace, id
-End = tuple[str, int, bytes]  # where a next call can join: scope, length, digest
 
 
 class Trajectory:
     """One trajectory: its memory, and how many of its calls are running."""
 
-    __slots__ = ("end", "id", "key", "memory", "named", "open_calls", "policy", "scope")
+    __slots__ = ("id", "key", "memory", "named", "open_calls", "policy", "scope")
 
     def __init__(self, scope: str, id: str, key: Key, memory: TrajectoryMemory, named: bool) -> None:
         self.scope = scope
@@ -40,7 +34,6 @@ class Trajectory:
         self.named = named
         self.open_calls = 0
         self.policy: WidthPolicy | None = None  # shared by its calls: what drafting gained in the last one
-        self.end: End | None = None
 
 
 class TrajectoryBook:
@@ -58,8 +51,7 @@ class TrajectoryBook:
         """Forget everything (SGLang's flush_cache)."""
         self.store.clear()
         self._trajectories: dict[Key, Trajectory] = {}
-        self._ends: dict[End, list[Trajectory]] = {}
-        self._lengths: dict[str, dict[int, int]] = {}  # scope -> length of a joinable end -> how many
+        self._ends: Ends[Trajectory] = Ends()
 
     def __len__(self) -> int:
         return len(self.store)
@@ -98,9 +90,9 @@ class TrajectoryBook:
             trajectory = Trajectory(scope, name, key, memory, named=not name.startswith("followed:"))
             self._trajectories[key] = trajectory
         elif trajectory.memory is not memory:  # evicted since its last call
-            self._forget_end(trajectory)
+            self._ends.forget(trajectory)
             trajectory.memory = memory
-        self._forget_end(trajectory)
+        self._ends.forget(trajectory)
         trajectory.open_calls += 1
         return trajectory
 
@@ -112,20 +104,13 @@ class TrajectoryBook:
             return
         if self._trajectories.get(trajectory.key) is not trajectory:  # forgotten while the call ran
             return
-        trajectory.end = (trajectory.scope, len(seen), _digest(seen))
-        self._ends.setdefault(trajectory.end, []).append(trajectory)
-        lengths = self._lengths.setdefault(trajectory.scope, {})
-        lengths[len(seen)] = lengths.get(len(seen), 0) + 1
+        self._ends.hold(trajectory, trajectory.scope, _bytes(seen))
 
     def _followed(self, scope: str, prompt: np.ndarray) -> Trajectory | None:
-        """The longest joinable end that `prompt` begins with: one pass over the prompt, whatever is held."""
-        lengths: Iterable[int] = self._lengths.get(scope, ())
-        fitting = [n for n in lengths if n <= len(prompt)]
-        digests = _prefix_digests(prompt, fitting)
-        for length in sorted(fitting, reverse=True):
-            for trajectory in self._ends.get((scope, length, digests[length]), ()):
-                if trajectory.key in self.store:  # the oldest of equals: what they hold is the same
-                    return trajectory
+        """Whose next call the prompt is."""
+        for trajectory in self._ends.continued(scope, _bytes(prompt)):
+            if trajectory.key in self.store:  # the oldest of equals: what they hold is the same
+                return trajectory
         return None
 
     def _prune(self) -> None:
@@ -134,37 +119,9 @@ class TrajectoryBook:
             return
         for key, trajectory in list(self._trajectories.items()):
             if key not in self.store and not trajectory.open_calls:
-                self._forget_end(trajectory)
+                self._ends.forget(trajectory)
                 del self._trajectories[key]
 
-    def _forget_end(self, trajectory: Trajectory) -> None:
-        if trajectory.end is None:
-            return
-        scope, length, _ = trajectory.end
-        ends = self._ends[trajectory.end]
-        ends.remove(trajectory)
-        if not ends:
-            del self._ends[trajectory.end]
-        lengths = self._lengths[scope]
-        lengths[length] -= 1
-        if not lengths[length]:
-            del lengths[length]
-        if not lengths:
-            del self._lengths[scope]
-        trajectory.end = None
 
-
-def _digest(tokens: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype=np.int32).tobytes(), digest_size=16).digest()
-
-
-def _prefix_digests(tokens: np.ndarray, lengths: Iterable[int]) -> dict[int, bytes]:
-    """The digests of tokens[:n] for all given n, in one pass over the tokens."""
-    data = np.ascontiguousarray(tokens, dtype=np.int32)
-    running = hashlib.blake2b(digest_size=16)
-    digests, at = {}, 0
-    for length in sorted(lengths):
-        running.update(data[at:length].tobytes())
-        digests[length] = running.copy().digest()
-        at = length
-    return digests
+def _bytes(tokens: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
