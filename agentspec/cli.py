@@ -18,6 +18,7 @@ _COMMANDS = {
     "doctor": ("agentspec.doctor", "what is here, what is missing, and the command that mends it"),
     "replay": ("agentspec.replay", "what agentspec would have done on recorded trajectories"),
     "economics": ("agentspec.breakeven", "when drafting pays: expected tokens, speedup, break-even, best k"),
+    "serve": ("agentspec.serve", "an OpenAI-compatible server"),
     "trace": ("agentspec.trace", "record a command's spans without a collector, and look at them"),
 }
 

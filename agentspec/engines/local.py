@@ -222,6 +222,11 @@ class LocalEngine:
     # ---- what is held -------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def cost_curve(self) -> CostCurve:
         """v(n) in force: measured at load and corrected since, or as it was given."""
         return self._decoder.meter.curve

@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opentelemetry import metrics, trace
@@ -67,6 +67,7 @@ def configure(
     content: bool | None = None,
     content_limit: int | None = None,
     step_events: bool | None = None,
+    readers: Sequence[Any] = (),
 ) -> Telemetry:
     """Send spans and metrics by OTLP. Safe to call again: what is set up stays.
 
@@ -78,6 +79,7 @@ def configure(
                    each; None: as OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT says
     step_events:   up to 64 verify-step events a call (the slowest, the least accepted); None: as
                    AGENTSPEC_STEP_EVENTS says
+    readers:       more of the SDK's metric readers (a Prometheus page)
 
     A process that has a tracer or meter provider keeps it, and gets agentspec's spans and metrics there. The
     OTEL_* variables are respected (OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER and OTEL_METRICS_EXPORTER as otlp,
@@ -98,12 +100,16 @@ def configure(
         if _has_tracers() or _has_meters():
             logger.info("the process has its own OpenTelemetry: agentspec's spans and metrics go there")
             return Telemetry()
-        _made = _install(endpoint, protocol, headers, service_name)
+        _made = _install(endpoint, protocol, headers, service_name, readers)
         return _made
 
 
 def _install(
-    endpoint: str | None, protocol: str | None, headers: dict[str, str] | None, service_name: str | None
+    endpoint: str | None,
+    protocol: str | None,
+    headers: dict[str, str] | None,
+    service_name: str | None,
+    more_readers: Sequence[Any],
 ) -> Telemetry:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import (
@@ -120,11 +126,11 @@ def _install(
         exporter, at = _otlp(signal, kind, endpoint, protocol, headers)
         return Guard(exporter, listeners.setdefault(at, Listener(at)), signal, failure)
 
-    resource = _resource(service_name)
+    made = resource(service_name)
     tracers = meters = None
     spans = _exporters("OTEL_TRACES_EXPORTER")
     if spans:
-        tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
+        tracers = TracerProvider(resource=made, shutdown_on_exit=False)
         for name in spans:
             exporter: Any = (
                 ConsoleSpanExporter()
@@ -134,8 +140,8 @@ def _install(
             tracers.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(tracers)
     measured = _exporters("OTEL_METRICS_EXPORTER")
-    if measured:
-        readers = [
+    if measured or more_readers:
+        readers: list[Any] = [
             PeriodicExportingMetricReader(
                 ConsoleMetricExporter()
                 if name == "console"
@@ -143,7 +149,8 @@ def _install(
             )
             for name in measured
         ]
-        meters = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+        readers += more_readers
+        meters = MeterProvider(readers, resource=made, shutdown_on_exit=False)
         metrics.set_meter_provider(meters)
     return Telemetry(tracers, meters)
 
@@ -166,7 +173,7 @@ def record_to(folder: str) -> Telemetry:
             provider.add_span_processor(processor)
             # Its owner may not close it at exit; closing the processor twice does no harm.
             return Telemetry(processor)
-        tracers = TracerProvider(resource=_resource(None), shutdown_on_exit=False)
+        tracers = TracerProvider(resource=resource(None), shutdown_on_exit=False)
         tracers.add_span_processor(processor)
         trace.set_tracer_provider(tracers)
         _made = Telemetry(tracers)
@@ -181,7 +188,8 @@ def _has_meters() -> bool:
     return not type(metrics.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
 
-def _resource(service_name: str | None) -> Any:
+def resource(service_name: str | None) -> Any:
+    """OpenTelemetry's resource; the service is called agentspec unless this or the environment names it."""
     from opentelemetry.sdk.resources import Resource
 
     environment = os.environ.get

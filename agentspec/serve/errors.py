@@ -1,0 +1,35 @@
+"""Errors in OpenAI's shape. Called by app.py and gate.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentspec.errors import (
+    AgentSpecError,
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    MemoryBudgetError,
+    RequestAbortedError,
+)
+
+__all__ = ["body", "of_exception"]
+
+
+def body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """{"error": ...} as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def of_exception(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body."""
+    if isinstance(error, ContextLengthError):
+        return 400, body(str(error), "invalid_request_error", "context_length_exceeded")
+    if isinstance(error, InvalidRequestError):
+        param, colon, _ = str(error).partition(":")
+        return 400, body(str(error), "invalid_request_error", None, param if colon and " " not in param else None)
+    if isinstance(error, (EngineClosedError, MemoryBudgetError, RequestAbortedError)):
+        return 503, body(str(error), "server_error", "unavailable")
+    if isinstance(error, AgentSpecError):
+        return 500, body(str(error), "server_error")
+    return 500, body(f"the server failed: {type(error).__name__}", "server_error")
