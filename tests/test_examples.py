@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.serve.conftest import serving  # noqa: F401  (a fixture)
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -85,6 +87,15 @@ def test_existing_agent(engine: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert text and text in capsys.readouterr().out
     source = (EXAMPLES / "existing_agent.py").read_text()
     assert source.count("# changed: ") == 2
+
+
+@pytest.mark.fast
+def test_openai_client(serving: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    server = serving(engine={"model": {"max_position_embeddings": 8192}})
+    messages = load("openai_client").main(["--base-url", f"{server.url}/v1"])
+    assert [m["role"] for m in messages] == ["system", *["user", "assistant", "tool", "assistant"] * 2]
+    reused = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens reused", capsys.readouterr().out)]
+    assert len(reused) == 4 and reused[0] == 0 and all(n > 0 for n in reused[1:])
 
 
 @pytest.mark.fast

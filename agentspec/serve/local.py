@@ -61,6 +61,7 @@ def serve_local(
             server = uvicorn.Server(config)
             shown = f"[{address}]" if ":" in address else address
             with _signals_end(server):
+                listening.listen(config.backlog)  # whoever reads the line below can connect
                 print(f"agentspec: serving {name or engine.model_name} on http://{shown}:{port}/v1", flush=True)
                 server.run(sockets=[listening])
             if not server.started:
