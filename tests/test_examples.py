@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import serving  # noqa: F401  (a fixture)
+from tests.serve.conftest import Running
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -90,9 +90,10 @@ def test_existing_agent(engine: Any, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.fast
-def test_openai_client(serving: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    server = serving(engine={"model": {"max_position_embeddings": 8192}})
+def test_openai_client(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Running(engine)
     messages = load("openai_client").main(["--base-url", f"{server.url}/v1"])
+    server.stop()
     assert [m["role"] for m in messages] == ["system", *["user", "assistant", "tool", "assistant"] * 2]
     reused = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens reused", capsys.readouterr().out)]
     assert len(reused) == 4 and reused[0] == 0 and all(n > 0 for n in reused[1:])

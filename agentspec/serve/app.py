@@ -55,7 +55,7 @@ def make_app(
     keys:    API key -> tenant; None or empty: no key is asked for
     metrics: what /metrics answers, and its content type; None: 404
     """
-    # FastAPI measures the requests; a span there is for the call itself, not for each look at /health.
+    # A recent FastAPI measures the requests itself. Spans are for calls, not for each look at /health.
     app = FastAPI(title="agentspec", docs_url=None, redoc_url=None, telemetry={"tracing": False, "logs": False})
     server = _Server(engine, name or engine.model_name)
 

@@ -108,6 +108,10 @@ class Gate:
         if path not in _WORK:
             await self._app(scope, receive, sending)
             return
+        if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
+            text = "needed a body sent as `Content-Type: application/json`"
+            await _answer(sending, 415, text, "invalid_request_error", "unsupported_media_type")
+            return
         if self.under_way >= self._limits.requests:
             text = f"{self.under_way} requests are under way, which is this server's limit; try again"
             await _answer(sending, 429, text, "requests", "rate_limit_exceeded", ("retry-after", "1"))
@@ -158,6 +162,10 @@ class Gate:
             if size > self._limits.body_bytes:
                 raise _TooLarge
         return b"".join(pieces)
+
+
+def _is_json(content_type: bytes) -> bool:
+    return content_type.split(b";")[0].strip().lower() == b"application/json"
 
 
 def _replayed(body: bytes, receive: Any) -> Any:

@@ -22,6 +22,7 @@ from agentspec.serve.gate import Limits
 __all__ = ["bound", "serve_local"]
 
 _CONNECTIONS_PER_REQUEST = 4  # idle kept-alive ones among them
+_AFTER_CLOSE_S = 10  # for answers to say that the engine was closed
 
 
 def serve_local(
@@ -40,6 +41,7 @@ def serve_local(
         import uvicorn
 
         from agentspec.serve.app import make_app
+        from agentspec.serve.stopping import StoppingServer
     except ImportError as error:
         raise MissingExtraError("agentspec serve", str(error.name), "serve") from error
     from agentspec.serve.metrics import set_up
@@ -54,11 +56,11 @@ def serve_local(
             config = uvicorn.Config(
                 app,
                 log_level="warning",
-                timeout_graceful_shutdown=max(1, round(shutdown_s)),
+                timeout_graceful_shutdown=round(shutdown_s) + _AFTER_CLOSE_S,
                 limit_concurrency=limits.requests * _CONNECTIONS_PER_REQUEST,
                 server_header=False,
             )
-            server = uvicorn.Server(config)
+            server = StoppingServer(config, engine.close, shutdown_s)
             shown = f"[{address}]" if ":" in address else address
             with _signals_end(server):
                 listening.listen(config.backlog)  # whoever reads the line below can connect

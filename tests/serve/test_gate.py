@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_in_openais_shape(server: Any) -> None:
     status, told = post(server, {"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions")
     assert status == 400 and "one prompt a request" in told["error"]["message"]
     status, told = post(server, BODY, **{"Content-Type": "text/plain"})  # what a page in a browser may send anywhere
-    assert status == 400
+    assert status == 415
     assert post(server, BODY, "/v1/nothing")[0] == 404
     # nothing of this harmed anybody
     assert ask(server.client()).choices[0].message.content
@@ -143,11 +143,11 @@ def test_too_large_and_too_slow(serving: Callable[..., Any]) -> None:
     status, told = post(server, big)
     assert status == 413 and told["error"]["code"] == "body_too_large"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as chunked:  # no length is told
-        chunked.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunked.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunked.sendall(b"bb8\r\n" + b" " * 3000 + b"\r\n")
         assert chunked.recv(4096).startswith(b"HTTP/1.1 413")
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow:
-        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
     assert ask(server.client()).choices
 

@@ -89,11 +89,14 @@ def test_curl_metrics_and_a_clean_end(model: str, tmp_path: Path) -> None:
         stream = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True, max_tokens=8000, extra_body={"ignore_eos": True}
         )
-        next(iter(stream))
+        chunks = iter(stream)
+        next(chunks)
         began = time.monotonic()
         code, said = server.end(signal.SIGTERM)
         assert code == 0 and said.rstrip().endswith("agentspec: stopped"), said
-        assert time.monotonic() - began < 45 and "Traceback" not in said
+        assert time.monotonic() - began < 45 and "Traceback" not in said, said
+        with pytest.raises(openai.APIError, match="closed"):  # the client is told why its stream ends
+            list(chunks)
     finally:
         server.process.kill()
 
@@ -139,7 +142,8 @@ def test_smollm2_quotes_what_a_tool_gave_it(smollm2_server: Process, smollm2: An
     assert all(t["tokens_per_step"] > 2 for t in told), told
     schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"enum": ["mill", "river"]}}, "required": ["at"]}}}
     stream = client.chat.completions.create(
-        model="smollm2", messages=messages[:1], tools=[schema], tool_choice="required", stream=True, temperature=0, max_tokens=60
+        model="smollm2", messages=messages[:1], tools=[schema], tool_choice="required", parallel_tool_calls=False, stream=True,
+        temperature=0, max_tokens=60,
     )  # type: ignore[call-overload]
     arguments = "".join(
         piece.function.arguments or "" for chunk in stream for piece in chunk.choices[0].delta.tool_calls or ()
