@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -113,6 +112,8 @@ class Forward(ABC):
             return stock
         if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
             return stock
+        import numba
+
         if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
             stock.description += " (not packed: NUMBA_DISABLE_JIT is set)"
             return stock

@@ -500,11 +500,15 @@ def _join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | No
     biases = [linear.bias for linear in linears]
     if any((bias is None) != (biases[0] is None) for bias in biases):
         raise NotPackable("some of its joined linears have a bias and some have none")
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    begin = 0
-    for linear in linears:
-        linear.weight.data = weight[begin : begin + linear.out_features]
-        begin += linear.out_features
+    parts = [linear.weight.detach() for linear in linears]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    starts = [part.data_ptr() for part in parts[1:]]
+    if starts == ends[:-1] and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
+        weight = parts[0].as_strided((sum(map(len, parts)), parts[0].shape[1]), parts[0].stride())  # joined before
+    else:
+        weight = torch.cat(parts)
+        for linear, part in zip(linears, weight.split([len(part) for part in parts]), strict=True):
+            linear.weight.data = part
     return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 
 

@@ -47,23 +47,24 @@ def missing() -> str | None:
     return None
 
 
+def plugin_paths(folder: Path) -> list[str]:
+    """What PYTHONPATH needs for this checkout's plugin, its entry point written to `folder`."""
+    import tomllib  # Python 3.11, like the environment that this makes
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"agentspec_decoding-{project['version']}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"]
+    lines = [f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return [str(folder), str(ROOT), str(ROOT / "integrations" / "sglang")]
+
+
 def environment(folder: Path, plugin: bool = True, **extra: str) -> dict[str, str]:
     """The server's environment: the rig and, with plugin, this checkout with its entry point, on
     PYTHONPATH."""
-    paths = [str(HERE / "rig")]
-    if plugin:
-        import tomllib  # Python 3.11, like the environment that this makes
-
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        info = folder / f"agentspec_decoding-{project['version']}.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-        )
-        groups = project["entry-points"]
-        lines = [f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items()]
-        (info / "entry_points.txt").write_text("\n".join(lines))
-        paths += [str(folder), str(ROOT), str(ROOT / "integrations" / "sglang")]
+    paths = [str(HERE / "rig"), *(plugin_paths(folder) if plugin else ())]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "AGENTSPEC_", "PYTHON"))}
     return {
         **kept,
