@@ -36,7 +36,6 @@ from benchmarks.gpu import Report, table
 
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHMS = ("plain", "NGRAM", "AGENTSPEC")
-START_S = 240.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", nargs="+", default=[], help="recorded trajectories, as for agentspec replay")
     parser.add_argument("--prose", nargs="+", default=[], help="texts to make trajectories of; default: this project's")
     parser.add_argument("--tokens", type=int, default=160, help="most output tokens a call")
+    parser.add_argument("--start-limit", type=float, default=240.0, help="seconds that a server may take to start")
     parser.add_argument("--longest", type=int, default=6000, help="tokens of prompt beyond which a trajectory ends")
 
 
@@ -375,7 +375,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
     def one(algorithm: str, found: dict[str, Any]) -> None:
         share = report.left / (len(options.algorithms) - options.algorithms.index(algorithm))
         end = report.left - share
-        server = Running(options, algorithm, min(START_S, share))
+        server = Running(options, algorithm, min(options.start_limit, share))
         servers.append(server)
         try:
             found["start_s"] = round(server.start_s, 1)

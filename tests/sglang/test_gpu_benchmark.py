@@ -27,15 +27,15 @@ def test_the_server_half_in_small(tmp_path: Path) -> None:
         )
     )
     with tempfile.TemporaryDirectory() as folder:
-        variables = environment(Path(folder), plugin=False)
+        variables = environment(Path(folder), plugin=False, AGENTSPEC_SGLANG='{"trees": true}')
         command = [
             sys.executable, "-m", "benchmarks.gpu", "server", "--model", str(models_path() / "tiny"),
             "--python", str(python_path()), "--server-args", f"{server_args} --disable-overlap-schedule",
             "--algorithms", "plain", "AGENTSPEC", "--concurrency", "1", "3", "--tokens", "24",
-            "--prose", str(prose), "--budget", "1500", "--out", str(out),
+            "--prose", str(prose), "--budget", "1800", "--start-limit", "600", "--out", str(out),
         ]  # fmt: skip
         # The rig is for the servers; this process needs the checkout only.
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=2000)
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=2200)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(out.read_text())
     parts = {name: part["found"] for name, part in results["parts"].items()}
