@@ -55,7 +55,8 @@ def cuda_graphs(device: torch.device) -> Capture:
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        with _capturing, torch.cuda.device(device):
+        with _capturing, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
+            # The outermost stream context: torch leaves its own side stream current where a capture fails.
             now = torch.cuda.current_stream()
             stream.wait_stream(now)
             with torch.cuda.stream(stream):  # libraries choose kernels and take workspaces at the first run
