@@ -508,7 +508,7 @@ def _join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | No
         weight = parts[0].as_strided((sum(map(len, parts)), parts[0].shape[1]), parts[0].stride())  # joined before
     else:
         weight = torch.cat(parts)
-        for linear, part in zip(linears, weight.split([len(part) for part in parts]), strict=True):
+        for linear, part in zip(linears, torch.split(weight, [len(part) for part in parts]), strict=True):
             linear.weight.data = part
     return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 

@@ -423,24 +423,30 @@ def test_rollback_is_right_or_refused_with_the_reason(tiny_engine: Make, kind: s
         assert kind in ("mamba", "jamba"), error
         assert "can't be run exactly" in str(error)
         return
-    wanted = run(reference, prompt, max_tokens=40)
+    # Log probabilities too: a wrong key or value moves them long before it changes what is likeliest.
+    wanted = run(reference, prompt, max_tokens=40, logprobs=True)
     full = prompt + list(wanted.token_ids)
     follow = full + ids_of("And then")
-    then = run(reference, follow, max_tokens=20)
+    then = run(reference, follow, max_tokens=20, logprobs=True)
     for fast in (True, False):
         for name, script in scripts(full + [0] * 40, reference.vocabulary).items():
             proposer = proposers.ScriptedProposer(script)
             engine = tiny_engine(kind, fast=fast, proposer=proposer)
             trajectory = Trajectory()
-            got = run(engine, prompt, max_tokens=40, trajectory=trajectory)
+            got = run(engine, prompt, max_tokens=40, trajectory=trajectory, logprobs=True)
             assert got.token_ids == wanted.token_ids, (kind, fast, name)
-            if not engine.forward.supports_drafts:
+            if engine.forward.supports_drafts:
+                same(got, wanted)
+            else:
                 assert not proposer.drafts and engine.forward.limits
                 assert got.stats.not_drafted == {engine.forward.limits: got.stats.verify_steps}
             # the second call goes on, the third goes back
-            assert run(engine, follow, max_tokens=20, trajectory=trajectory).token_ids == then.token_ids
-            back = run(engine, prompt, max_tokens=40, trajectory=trajectory)
-            assert back.token_ids == wanted.token_ids, (kind, fast, name)
+            options = {"logprobs": True, "trajectory": trajectory}
+            for ids, most, expected in ((follow, 20, then), (prompt, 40, wanted)):
+                got = run(engine, ids, max_tokens=most, **options)
+                assert got.token_ids == expected.token_ids, (kind, fast, name)
+                if engine.forward.supports_drafts:
+                    same(got, expected)
 
 
 def test_quantised_and_static_caches_are_not_used(tiny_engine: Make) -> None:
@@ -455,7 +461,7 @@ def test_quantised_and_static_caches_are_not_used(tiny_engine: Make) -> None:
 
 def test_trees_equal_chains_in_what_is_accepted(tiny_engine: Make) -> None:
     """A tree whose one branch is the chain is accepted as the chain is; its cache goes on with the branch."""
-    wanted = plain(tiny_engine, max_tokens=60)
+    wanted = plain(tiny_engine, max_tokens=60, logprobs=True)
     full = ids_of() + list(wanted.token_ids)
 
     def branching(context: np.ndarray, limits: Any) -> Any:
@@ -470,8 +476,9 @@ def test_trees_equal_chains_in_what_is_accepted(tiny_engine: Make) -> None:
             at = len(tokens) - 2
         return tokens, parents
 
-    tree = run(tiny_engine(proposer=proposers.ScriptedProposer(branching)), max_tokens=60)
-    chain = run(tiny_engine(proposer=proposers.ScriptedProposer(proposers.oracle(full, 5))), max_tokens=60)
+    options = {"max_tokens": 60, "logprobs": True}
+    tree = run(tiny_engine(proposer=proposers.ScriptedProposer(branching)), **options)
+    chain = run(tiny_engine(proposer=proposers.ScriptedProposer(proposers.oracle(full, 5))), **options)
     same(tree, wanted)
     assert tree.stats.verify_steps == chain.stats.verify_steps
     assert tree.stats.accepted == chain.stats.accepted
