@@ -194,7 +194,7 @@ class OpenAIServer:
 
     async def stream(self, ask: Ask, body: dict[str, Any], headers: Mapping[str, str]) -> AsyncIterator[Piece]:
         path = "/v1/chat/completions" if self._chat else "/v1/completions"
-        reader = _Reader(self._http.url + path, self.encode, self._chat)
+        reader = _Reader(self._http.url + path, self.encode, self._chat, self.info.ids)
         events = self._http.events(path, body, headers)
         try:
             async for event in events:
@@ -217,12 +217,13 @@ class OpenAIServer:
 
 
 class _Reader:
-    """The chunks of one answer as Pieces. encode: text -> ids where the server gives none."""
+    """The chunks of one answer as Pieces. ids: the server gives them; encode: text -> ids where it doesn't."""
 
-    def __init__(self, where: str, encode: Any, chat: bool) -> None:
+    def __init__(self, where: str, encode: Any, chat: bool, ids: bool) -> None:
         self._where = where
         self._encode = encode
         self._chat = chat
+        self._ids = ids
         self._finish = ""
         self._matched: Any = None
         self._meta: dict[str, Any] = {}
@@ -276,6 +277,11 @@ class _Reader:
 
     def _text(self, choice: Mapping[str, Any], counted: int | None) -> Piece | None:
         text, ids = choice.get("text") or "", choice.get("token_ids")
+        if ids is None and self._ids and text:
+            raise ServerError(
+                f"{self._where}: needed token_ids, which vLLM gives from 0.10.2 on; with an older one use api='chat'",
+                temporary=False,
+            )
         if ids is None:
             ids = self._encode(text) if text else []
         elif not isinstance(ids, list) or not all(type(i) is int for i in ids):

@@ -75,7 +75,8 @@ class Answer:
 
     def tokens(self, ids: Sequence[int], total: Sequence[int], finish: Any = None, **meta: Any) -> None:
         """One of SGLang's outputs. ids: what it carries, total: all so far."""
-        told = {"finish_reason": finish, "prompt_tokens": len(self.body["input_ids"]), "completion_tokens": len(total)}
+        asked = len(self.body["input_ids"])
+        told = {"finish_reason": finish, "prompt_tokens": asked, "completion_tokens": len(total)}
         self.event({"text": "", "output_ids": list(ids), "meta_info": {"id": self.body["rid"], **told, **meta}})
 
     def wait(self, seconds: float) -> None:
@@ -126,7 +127,9 @@ class Misbehaving:
                 pass
 
             def do_GET(self) -> None:
-                known = {"/v1/models": openai} if openai is not None else {"/get_model_info": MODEL, "/get_server_info": outer.info}
+                known: dict[str, Any] = {"/get_model_info": MODEL, "/get_server_info": outer.info}
+                if openai is not None:
+                    known = {"/v1/models": openai}
                 found = known.get(self.path)
                 Answer(self, None).whole(200 if found else 404, json.dumps(found))
 
