@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from agentspec import cli, doctor
+from tests.engines.misbehaving import Misbehaving
 
 
 def _run(*words, **kwargs):
@@ -103,6 +104,15 @@ class TestDoctor:
         monkeypatch.setattr(diagnosis, "installed_sglang", lambda: "0.6.0")
         finding = next(f for f in doctor.examine() if f.subject == "sglang")
         assert finding.state == "missing" and "0.6.0" in finding.text and "0.5.23" in finding.remedy
+
+    def test_a_server_is_looked_at(self, capsys):
+        models = {"data": [{"id": "some-model", "owned_by": "somebody"}]}
+        with Misbehaving(openai=models) as server:
+            assert cli.main(["doctor", "--url", server.url]) == 0
+        said = capsys.readouterr().out
+        assert "some-model" in said and "plugin" in said
+        assert cli.main(["doctor", "--url", server.url]) == 1
+        assert "is the server running" in capsys.readouterr().out
 
     def test_json(self, capsys):
         cli.main(["doctor", "--json"])

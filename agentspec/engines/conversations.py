@@ -44,11 +44,12 @@ class Conversation:
     seeds_taken: weakref.WeakKeyDictionary[Trajectory, int] = field(default_factory=weakref.WeakKeyDictionary)
 
     def new_seeds(self, trajectory: Trajectory) -> list[Seed]:
-        """The seeds that were offered since the last time; now taken."""
-        taken = self.seeds_taken.get(trajectory, 0)
-        seeds = trajectory.seeds_from(taken)
-        self.seeds_taken[trajectory] = taken + len(seeds)
-        return seeds
+        """The seeds that were offered and not taken yet."""
+        return trajectory.seeds_from(self.seeds_taken.get(trajectory, 0))
+
+    def take_seeds(self, trajectory: Trajectory, number: int) -> None:
+        """So many of them are taken now; negative: given back."""
+        self.seeds_taken[trajectory] = max(0, self.seeds_taken.get(trajectory, 0) + number)
 
 
 class Conversations:

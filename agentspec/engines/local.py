@@ -415,7 +415,9 @@ class LocalEngine:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _take_seeds(self, state: TrajectoryState, trajectory: Trajectory) -> None:
-        for seed in state.new_seeds(trajectory):
+        seeds = state.new_seeds(trajectory)
+        state.take_seeds(trajectory, len(seeds))
+        for seed in seeds:
             source = {"tool": Source.TOOL, "schema": Source.SCHEMA}.get(seed.source, Source.SEED)
             if isinstance(seed.content, str):
                 state.memory.seed_text(seed.content, self._encode, source)

@@ -85,6 +85,7 @@ class OpenAIServer:
             context_length=length if isinstance(length, int) and length > 0 else None,
             ids=owner == "vllm" and not self._chat,
             messages=self._chat,
+            seeded=owner == "vllm",
         )
         info.notices.append(
             Notice("plugin", "not an SGLang server's own API: no drafts from trajectories' memory, the text is the same")
@@ -114,7 +115,7 @@ class OpenAIServer:
             "top_p": request.top_p,
         }
         beyond = self.info.kind in ("vllm", "sglang")
-        if request.max_tokens is not None or self.info.context_length is not None:
+        if request.max_tokens is not None or (self.info.context_length is not None and not self._chat):
             made["max_tokens"] = ask.room
         for option in ("presence_penalty", "frequency_penalty"):
             if getattr(request, option):

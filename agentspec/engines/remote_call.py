@@ -237,8 +237,7 @@ class RemoteCall:
                 ids = output.ids[: delivered.get(output.index, 0)] if aborted else output.ids
                 self._remember(output, ids, aborted)
             if self.seeds and not any(output.arrivals for output in self.outputs):
-                taken = self.conversation.seeds_taken  # they served no call
-                taken[self.trajectory] = max(0, taken.get(self.trajectory, 0) - self.seeds)
+                self.conversation.take_seeds(self.trajectory, -self.seeds)  # they served no call
         except Exception as raised:
             error = error or as_engine_error(raised)
         stats.finish_reason = "abort" if aborted else "" if error else self.outputs[0].stopper.finish_reason

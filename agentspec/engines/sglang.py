@@ -37,7 +37,7 @@ from agentspec.engines.remote import Ask, Notice, ServedGrammar, Server, ServerI
 from agentspec.engines.remote_call import Client, Output, RemoteCall
 from agentspec.engines.request import bad_word_ids, chat_request, check_fits
 from agentspec.engines.sglang_wire import SGLangHttp
-from agentspec.errors import EngineClosedError, EngineError, InvalidRequestError
+from agentspec.errors import EngineClosedError, EngineError, InvalidRequestError, ModelError
 from agentspec.loop import Trajectory, current_trajectory
 
 __all__ = ["SGLangEngine"]
@@ -142,7 +142,7 @@ class SGLangEngine:
             place = os.fspath(tokenizer) if tokenizer is not None else self.info.path
             try:
                 loaded = models.load_tokenizer(place)
-            except Exception as error:
+            except ModelError as error:
                 if tokenizer is not None:
                     raise
                 raise type(error)(
@@ -246,32 +246,22 @@ class SGLangEngine:
     ) -> Generation:
         if self._closed:
             raise _closed()
-        check_fits(request, self.vocabulary, self.context_length, f"the server's context holds {self.context_length}")
+        # Of messages the server alone knows the length.
+        context = _ENDLESS if self.info.messages else self.context_length
+        check_fits(request, self.vocabulary, context, f"the server's context holds {context}")
         given = request.trajectory or current_trajectory()
         trajectory = given or Trajectory()
         conversation = self._conversations.get(trajectory) if given is not None else Conversation()
         self._tell_losses(request)
-        with self._lock:
-            seeds = conversation.new_seeds(trajectory) if request.draft and self.info.plugin else []
-            prompt = np.asarray(request.input_ids, dtype=np.int32)
-            seed = request.seed
-            if seed is None and request.temperature and self.info.seeded:
-                seed = secrets.randbits(62)
-            stats = CallStats(
-                model=self.model_name,
-                engine=self.info.kind,
-                trajectory_id=trajectory.id,
-                call_index=conversation.calls,
-                temperature=request.temperature,
-                seed=seed,
-                choices=request.n,
-                prompt_tokens=len(prompt),
-                spliced_tokens=prepared.prompt.spliced_tokens if prepared is not None else 0,
-                first_divergence=divergence(conversation.last, prompt),
-            )
-            conversation.calls += 1
+        seeds = conversation.new_seeds(trajectory) if request.draft and self.info.plugin else []
+        prompt = np.asarray(request.input_ids, dtype=np.int32)
+        seed = request.seed
+        if seed is None and request.temperature and self.info.seeded:
+            seed = secrets.randbits(62)
+        if not self.info.seeded and self.info.kind == "sglang":
+            seed = None  # it would only cost the drafts
         words = bad_word_ids(request, self._encode)
-        room = self.context_length - len(prompt)
+        room = context - len(prompt)
         # Without ids the server alone knows where an output ends.
         followed = request if self.info.ids else replace(request, max_tokens=None, min_tokens=0, stop=(), stop_token_ids=())
         outputs = []
@@ -293,6 +283,18 @@ class SGLangEngine:
             )
             parser = prepared.parser() if prepared is not None else None
             outputs.append(Output(index, ask, self._server.body(ask), stopper, parser))
+        stats = CallStats(
+            model=self.model_name,
+            engine=self.info.kind,
+            trajectory_id=trajectory.id,
+            call_index=conversation.calls,
+            temperature=request.temperature,
+            seed=seed,
+            choices=request.n,
+            prompt_tokens=len(prompt),
+            spliced_tokens=prepared.prompt.spliced_tokens if prepared is not None else 0,
+            first_divergence=divergence(conversation.last, prompt),
+        )
         target = telemetry.Target(self.model_name, self.info.kind, self._server.host or None, self._server.port)
         channel = Channel(telemetry.chat(target, request, trajectory, messages))
         channel.span.measuring(stats)
@@ -303,6 +305,8 @@ class SGLangEngine:
             if self._closed:
                 raise _closed()
             self._calls.add(call)
+            conversation.calls += 1
+            conversation.take_seeds(trajectory, len(seeds))
             self._background.submit(call.serve())
         return Generation(request, channel)
 

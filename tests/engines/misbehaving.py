@@ -109,14 +109,23 @@ def behaved(answer: Answer, ids: Sequence[int] = IDS, cumulative: bool = True) -
 
 
 class Misbehaving:
-    """A context manager. behaviours: for the calls to come; seen: all that was asked (Answers), aborted: rids."""
+    """A context manager. behaviours: for the calls to come; seen: all that was asked (Answers), aborted: rids.
 
-    def __init__(self, *behaviours: Behaviour, info: dict[str, Any] | None = None, openai: Any = None) -> None:
+    info, model: of SGLang's /get_server_info and /get_model_info; openai: of /v1/models, and then no SGLang
+    """
+
+    def __init__(
+        self,
+        *behaviours: Behaviour,
+        info: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        openai: Any = None,
+    ) -> None:
         self.behaviours = list(behaviours)
         self.seen: list[Answer] = []
         self.aborted: list[str] = []
         self.info = {**SERVER, **(info or {})}
-        self.openai = openai
+        self.model = model or MODEL
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -127,7 +136,7 @@ class Misbehaving:
                 pass
 
             def do_GET(self) -> None:
-                known: dict[str, Any] = {"/get_model_info": MODEL, "/get_server_info": outer.info}
+                known: dict[str, Any] = {"/get_model_info": outer.model, "/get_server_info": outer.info}
                 if openai is not None:
                     known = {"/v1/models": openai}
                 found = known.get(self.path)

@@ -25,6 +25,7 @@ from agentspec.errors import (
     EngineError,
     GrammarError,
     InvalidRequestError,
+    ModelNotFoundError,
     RequestAbortedError,
     ServerError,
 )
@@ -490,3 +491,37 @@ def test_bad_options(options: Any) -> None:
 def test_bad_settings(options: Any) -> None:
     with pytest.raises(InvalidRequestError):
         SGLangEngine("http://127.0.0.1:1", tokenizer=tiny.tokenizer(), **options)
+
+
+def test_a_tokenizer_that_is_not_here_is_told(tmp_path: Any) -> None:
+    elsewhere = {"model_path": str(tmp_path / "gone"), "served_model_name": "tiny"}
+    with Misbehaving(model=elsewhere) as server, pytest.raises(ModelNotFoundError, match="tokenizer="):
+        SGLangEngine(server.url)
+
+
+def test_a_tokenizer_from_a_directory(tmp_path: Any) -> None:
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 600, "eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    served = {"model_path": str(tmp_path), "served_model_name": "tiny"}
+    with Misbehaving(model=served) as server, SGLangEngine(server.url) as engine:
+        assert engine.vocabulary == 600 and engine.eos_ids == {2, 7}
+        works(engine)
+        with pytest.raises(InvalidRequestError, match="input_ids"):
+            engine.generate(request(input_ids=[600]))
+        engine.generate(request(input_ids=[599])).result()
+
+
+def test_an_end_that_only_the_server_knows(client: Any) -> None:
+    """Its EOS ends the output, shows no text, and is an EOS from then on."""
+    end = tiny.tokenizer().convert_tokens_to_ids("<|endoftext|>")
+
+    def ends(answer: Answer) -> None:
+        answer.begin()
+        answer.tokens([*IDS[:2], end], [*IDS[:2], end], {"type": "stop", "matched": end})
+        answer.end()
+
+    engine, _ = client(ends)
+    got = engine.generate(GenerationRequest(input_ids=PROMPT)).result()
+    assert got.finish_reason == "stop" and list(got.token_ids) == [*IDS[:2], end]
+    assert got.text == tiny.tokenizer().decode(IDS[:2]) and end in engine.eos_ids

@@ -165,6 +165,19 @@ def test_a_langchain_model_on_the_server(server: Server) -> None:
         close_engines()
 
 
+# ---- the benchmark, in miniature -----------------------------------------------------------------
+
+
+def test_the_overhead_is_measured(server: Server) -> None:
+    from benchmarks.client_overhead import measure
+
+    found = measure(server.url, rounds=2, prompt=60, tokens=8, tokenizer=None)["clients"]
+    assert {"socket", "agentspec"} <= set(found)
+    for row in found.values():
+        assert row["ttft_ms"] > 0 and row["itl_ms"] > 0 and row["ttft_ratio"] > 0 and row["itl_ratio"] > 0
+    assert found["socket"]["ttft_ratio"] == 1.0
+
+
 # ---- the end of the server -----------------------------------------------------------------------
 
 
