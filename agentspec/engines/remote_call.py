@@ -263,6 +263,9 @@ class RemoteCall:
         stats.reused_tokens = int(meta.get("cached_tokens") or 0)
         stats.queue_ms = float(meta.get("queue_time") or 0.0) * 1e3
         for told in meta.get("agentspec") or ():
+            if told.get("held_tokens") == 0 and stats.call_index > 0 and not self.seeds:
+                # The server was restarted, or had no room: the next call tells it all seeds again.
+                self.conversation.take_seeds(self.trajectory, -self.conversation.seeds_taken.get(self.trajectory, 0))
             for text in told.get("problems", ()):
                 self.client.say(Notice("plugin", f"the server could not use what a call said: {text}"))
 

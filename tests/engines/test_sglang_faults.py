@@ -439,6 +439,24 @@ def test_seeds_of_a_call_that_failed_are_told_again(client: Any) -> None:
     assert texts == [["a file"], ["a file"]]
 
 
+def test_a_server_that_was_restarted_is_told_the_seeds_again(client: Any) -> None:
+    def remembers(held: int) -> Behaviour:
+        def behaviour(answer: Answer) -> None:
+            answer.begin()
+            answer.tokens(IDS, IDS, {"type": "length"}, agentspec=[{"drafts": True, "held_tokens": held}])
+            answer.end()
+
+        return behaviour
+
+    engine, server = client(*[remembers(held) for held in (0, 4, 0, 0, 4)])
+    trajectory = Trajectory()
+    trajectory.seed("a file")
+    for _ in range(5):
+        engine.generate(request(trajectory=trajectory)).result()
+    told = [a.body["sampling_params"].get("custom_params", {}).get("agentspec_seed_texts") for a in server.seen]
+    assert told == [["a file"], None, None, ["a file"], None]
+
+
 def test_what_a_server_without_the_plugin_does_not_give_is_said_once(client: Any, caplog: Any) -> None:
     engine, server = client(info={"speculative_algorithm": "NGRAM", "enable_deterministic_inference": False})
     trajectory = Trajectory("run-2")

@@ -81,13 +81,20 @@ def test_seeds_reach_the_memory(shared: SGLangEngine) -> None:
 
 
 def test_tenants_are_kept_apart(server: Server) -> None:
-    ids, name = prompt(312, 100), Trajectory().id
-    steps: dict[str, list[int]] = {}
-    for tenant in ("a", "a", "b"):
+    """Two tenants use one trajectory's name. What one remembers never drafts for the other."""
+    name = Trajectory().id
+
+    def steps(tenant: str, ids: list[int], trajectory: str) -> int:
         with SGLangEngine(server.url, tenant=tenant) as engine:
-            got = run(engine, ids, max_tokens=48, trajectory=Trajectory(name))
-            steps.setdefault(tenant, []).append(got.stats.verify_steps)
-    assert steps["a"][1] < steps["a"][0] == steps["b"][0]
+            return run(engine, ids, max_tokens=48, trajectory=Trajectory(trajectory)).stats.verify_steps
+
+    # an output that doesn't repeat itself, so that memory is what makes it quick
+    tried = [(steps(f"nobody-{number}", prompt(number, 100), name), number) for number in range(312, 322)]
+    alone, number = max(tried)
+    ids = prompt(number, 100)
+    first, again, other = (steps(tenant, ids, name) for tenant in ("tenant-a", "tenant-a", "tenant-b"))
+    # what the proposer has learned of acceptance in general may move a step or two
+    assert again <= min(first, other) - 8 and abs(first - other) <= 3, (alone, first, again, other)
 
 
 def test_dropping_a_call_frees_the_server(shared: SGLangEngine, server: Server) -> None:
