@@ -287,6 +287,8 @@ class RemoteCall:
 
 def _weighed(arrivals: Arrivals, total: int) -> Arrivals:
     """Arrivals that were counted by a stand-in for ids, in the server's count of tokens: each keeps its share."""
+    if not arrivals:
+        return []
     held = list(accumulate(n for _, n in arrivals))
     ends = [round(n * total / held[-1]) for n in held]
     begins = [0, *ends[:-1]]

@@ -121,9 +121,9 @@ def _served(grammar: Grammar, backend: str) -> dict[str, str]:
         return {"structural_tag": json.dumps(structural_tag(grammar))}
     if kind:
         return {kind: text}
+    what = "this one is made of several" if backend == "llguidance" else "this is more than a JSON schema or a pattern"
     raise GrammarError(
-        f"grammar: the server's grammar backend {backend} takes JSON schemas and regular expressions only, and this is "
-        f"another kind; start it with --grammar-backend xgrammar"
+        f"grammar: the server's grammar backend {backend} can't take it, {what}; start it with --grammar-backend xgrammar"
     )
 
 

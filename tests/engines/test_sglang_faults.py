@@ -496,6 +496,20 @@ def test_a_server_without_grammars(client: Any) -> None:
     assert server.seen == []
 
 
+def test_what_the_backend_does_not_take_is_told(client: Any) -> None:
+    schema = Grammar.json_schema({"type": "object"})
+    engine, server = client(info={"grammar_backend": "llguidance"})
+    with pytest.raises(GrammarError, match="several"):
+        engine.generate(request(constraint=engine.compile(schema.after_thoughts("<t>", "</t>", True))))
+    engine.generate(request(constraint=engine.compile(schema))).result()
+    assert server.seen[0].body["sampling_params"]["ebnf"] == schema.lark
+    engine, server = client(info={"grammar_backend": "outlines"})
+    with pytest.raises(GrammarError, match="xgrammar"):
+        engine.generate(request(constraint=engine.compile(Grammar.choice(["a"]))))
+    engine.generate(request(constraint=engine.compile(schema))).result()
+    assert server.seen[0].body["sampling_params"]["json_schema"] == '{"type": "object"}'
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"base_url": "ftp://x"}, {"base_url": "here"}, {"base_url": "http://a", "engine": object()}],
