@@ -541,6 +541,11 @@ def test_tool_calls_equal_those_without_drafts(tiny_engine: Make) -> None:
     for seed in range(3):
         options = {"max_tokens": 60, "temperature": 0.7, "seed": seed}
         same(run(tiny_engine(), ids_of(calls), **options), plain(tiny_engine, ids_of(calls), **options))
+    # A model that does write calls like those, with other digits: copies are accepted up to these, and no further.
+    ids = ids_of(call % (41, 7) + call % (52, 3))
+    got = run(tiny_engine(), ids_of(calls), max_tokens=len(ids), constraint=Dictation(ids).new)
+    assert got.token_ids == tuple(ids)
+    assert got.stats.accepted > 10 and got.stats.mismatches > 0, "the copies were hardly tried"
 
 
 # ---- (arctic cache.py): an optional argument left at None raises; a proposer that breaks the rules -
