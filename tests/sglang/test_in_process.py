@@ -12,7 +12,7 @@ import pytest
 from tests.sglang.server import environment, models_path
 from tests.sglang.setup_venv import python_path
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
 
 _CHAIN = """
 import json, sys

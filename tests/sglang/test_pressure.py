@@ -13,7 +13,7 @@ import pytest
 from tests.sglang.mixed import prompt
 from tests.sglang.server import Server, body, steps
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
 
 
 @pytest.fixture(scope="module", params=["sync", "overlap"])

@@ -12,7 +12,7 @@ import pytest
 from tests.sglang.server import OPTIONS, environment, models_path
 from tests.sglang.setup_venv import python_path
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("sglang_ready")]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600), pytest.mark.usefixtures("sglang_ready")]
 
 # SGLang resolves its arguments and runs every check of an algorithm before it loads anything: that much is
 # enough. One process for all cases, since importing SGLang takes longest.

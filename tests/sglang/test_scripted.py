@@ -19,7 +19,7 @@ from tests.sglang.setup_venv import python_path
 from tests.sglang.traces import FAMILIES, Call, load_calls, traces_path
 
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.ci,
     pytest.mark.timeout(1200),
     pytest.mark.usefixtures("sglang_ready"),
     pytest.mark.skipif(traces_path() is None, reason="../shared/traces is not here"),

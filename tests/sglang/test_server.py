@@ -16,7 +16,7 @@ import pytest
 from tests.sglang.mixed import SCHEMA, VOCABULARY, mixed_requests, outcome, prompt
 from tests.sglang.server import Server, body, steps
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900), pytest.mark.usefixtures("sglang_ready")]
 
 OPTIONS: dict[str, Any] = {"chunked_prefill_size": 512, "enable_custom_logit_processor": True}
 
