@@ -120,6 +120,7 @@ class Misbehaving:
         info: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         openai: Any = None,
+        port: int = 0,
     ) -> None:
         self.behaviours = list(behaviours)
         self.seen: list[Answer] = []
@@ -161,8 +162,9 @@ class Misbehaving:
             def handle_error(self, *_: Any) -> None:
                 pass  # connections break here on purpose
 
-        self._server = Quiet(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = Quiet(("127.0.0.1", port), Handler)
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
     def __enter__(self) -> Misbehaving:

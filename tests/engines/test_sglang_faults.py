@@ -10,8 +10,10 @@ import asyncio
 import gc
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -128,6 +130,22 @@ def test_a_server_that_goes_away_between_calls(client: Any) -> None:
     server.__exit__()
     with pytest.raises(ServerError):
         engine.generate(request()).result()
+
+
+def test_a_server_that_restarts_in_the_middle_of_a_chain() -> None:
+    """The call in between fails; the next one goes on, its history exact to the id."""
+    mine, user = Trajectory(), {"role": "user", "content": "Go on."}
+    with Misbehaving() as server, SGLangEngine(server.url, tokenizer=tiny.tokenizer(), retries=0) as engine:
+        first = engine.chat([user], trajectory=mine, max_tokens=len(IDS)).result()
+        server.__exit__()
+        with pytest.raises(ServerError):
+            engine.chat([user, first.message, user], trajectory=mine, max_tokens=len(IDS)).result()
+        with Misbehaving(port=server.port) as again:
+            got = engine.chat([user, first.message, user], trajectory=mine, max_tokens=len(IDS)).result()
+            context = [*server.seen[0].body["input_ids"], *IDS]
+            assert again.seen[0].body["input_ids"][: len(context)] == context
+            assert again.seen[0].body["session_id"] == server.seen[0].body["session_id"] == mine.id
+            assert got.stats.first_divergence is None and got.stats.spliced_tokens == len(IDS)
 
 
 def test_nobody_is_there() -> None:
@@ -348,6 +366,39 @@ def test_a_cancelled_task_ends_its_call(client: Any) -> None:
 
     asyncio.run(run())
     until(lambda: bool(server.aborted))
+    works(engine)
+
+
+def test_many_calls_at_once_of_which_some_are_left_and_some_break(client: Any) -> None:
+    """Each ends as it should, and nothing of it stays."""
+    random = Random(7)
+    hows: list[Behaviour] = [behaved, begins(Answer.cut), begins(lambda a: a.wait(5)), lambda a: a.whole(503, "")]
+    engine, server = client(*[random.choice(hows) for _ in range(120)], retries=0, read_timeout=1.0)
+    trajectories = [Trajectory(str(i)) for i in range(6)]
+    ended: list[str] = []
+
+    def work(number: int) -> None:
+        mine = Random(number)
+        for _ in range(10):
+            call = engine.generate(request(trajectory=trajectories[number % 6]))
+            try:
+                if mine.random() < 0.3:
+                    time.sleep(mine.random() / 20)
+                    call.abort()
+                ended.append(call.result().finish_reason)
+            except (ServerError, RequestAbortedError) as error:
+                ended.append(type(error).__name__)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert len(ended) == 120 and {"length", "ServerError"} <= set(ended)
+    assert all(engine._conversations.get(t).in_use == 0 for t in trajectories)
+    gc.collect()
+    until(lambda: not list(engine._calls))
+    server.behaviours.clear()  # calls that were left before they began never reached it
     works(engine)
 
 
