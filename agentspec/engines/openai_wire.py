@@ -3,7 +3,8 @@
     completions  prompts are rendered here, and where the server tells its token ids (vLLM does), history stays exact
     chat         the server renders and parses; ids and prompts aren't known here
 
-What goes beyond OpenAI's own options is sent to vLLM and SGLang only; elsewhere it is refused, not ignored.
+What goes beyond OpenAI's own options is sent to vLLM, SGLang and `agentspec serve` only; elsewhere it is refused, not
+ignored. `agentspec serve` is told the trajectory too, and tells its CallStats.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from agentspec.engines.base import TokenLogprob
 from agentspec.engines.http import HttpServer, refusal
 from agentspec.engines.remote import Ask, Notice, Piece, ServerInfo, grammar_of
 from agentspec.engines.request import GenerationRequest
+from agentspec.engines.sglang_wire import plugin_words
 from agentspec.errors import GrammarError, InvalidRequestError, ServerError
 
 __all__ = ["ByteTokenizer", "OpenAIServer"]
@@ -79,17 +81,21 @@ class OpenAIServer:
         owner = str(card.get("owned_by") or "")
         length = card.get("max_model_len")
         info = ServerInfo(
-            kind=owner if owner in ("vllm", "sglang") else "openai",
+            kind=owner if owner in ("vllm", "sglang", "agentspec") else "openai",
+            plugin=owner == "agentspec",
             model=str(card.get("id")),
             path="" if self._chat else str(card.get("root") or card.get("id")),
             context_length=length if isinstance(length, int) and length > 0 else None,
             ids=owner == "vllm" and not self._chat,
             messages=self._chat,
-            seeded=owner == "vllm",
+            seeded=owner in ("vllm", "agentspec"),
         )
-        info.notices.append(
-            Notice("plugin", "not an SGLang server's own API: no drafts from trajectories' memory, the text is the same")
-        )
+        if not info.plugin:
+            info.notices.append(
+                Notice(
+                    "plugin", "not an SGLang server's own API: no drafts from trajectories' memory, the text is the same"
+                )
+            )
         if self._chat:
             info.notices.append(
                 Notice(
@@ -114,7 +120,7 @@ class OpenAIServer:
             "temperature": request.temperature,
             "top_p": request.top_p,
         }
-        beyond = self.info.kind in ("vllm", "sglang")
+        beyond = self.info.kind != "openai"
         if request.max_tokens is not None or (self.info.context_length is not None and not self._chat):
             made["max_tokens"] = ask.room
         for option in ("presence_penalty", "frequency_penalty"):
@@ -134,8 +140,14 @@ class OpenAIServer:
             raise InvalidRequestError("bad_words: OpenAI's API has no such option; logit_bias of -inf forbids single ids")
         if bias:
             made["logit_bias"] = bias
-        if beyond:
+        if self.info.kind in ("vllm", "sglang"):
             made["stream_options"]["continuous_usage_stats"] = True
+        if self.info.plugin:
+            if ask.session is not None:
+                made["session_id"] = ask.session
+            told = {name: value for name, value in plugin_words(ask).items() if name != "agentspec_spans"}
+            if told:
+                made["custom_params"] = told
         if self._chat:
             return made | self._messages(ask, request)
         if self.info.kind == "vllm":
@@ -169,7 +181,7 @@ class OpenAIServer:
         if chat.get("response_format") is not None:
             made["response_format"] = chat["response_format"]
         if chat.get("template_options"):
-            if self.info.kind not in ("vllm", "sglang"):
+            if self.info.kind == "openai":
                 raise InvalidRequestError("template_options: OpenAI's API has none; vLLM and SGLang take them")
             made["chat_template_kwargs"] = chat["template_options"]
         if chat.get("grammar") is not None:
@@ -245,6 +257,8 @@ class _Reader:
             total = self._meta["completion_tokens"] = usage.get("completion_tokens")
             if isinstance(total, int) and total >= self._counted:
                 counted, self._counted = total - self._counted, total
+        if isinstance(event.get("agentspec"), Mapping):
+            self._meta["call_stats"] = event["agentspec"]
         choices = event.get("choices")
         if not isinstance(choices, list):
             raise ServerError(f"{self._where}: needed choices, got {json.dumps(event, default=str)[:200]}")

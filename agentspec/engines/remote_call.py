@@ -32,6 +32,7 @@ logger = logging.getLogger("agentspec.engines")
 _LOOK_S = 0.02  # how often an abort and the time limits are looked at
 _LONGEST_WAIT_S = 30.0  # before a retry, whatever the server asks for
 Arrivals = list[tuple[float, int]]
+_COUNTS = ("verify_steps", "proposed", "accepted", "mismatches", "proposed_depth", "near_ties", "near_tie_flips")
 
 
 @dataclass(slots=True)
@@ -256,6 +257,10 @@ class RemoteCall:
             total = output.meta.get("completion_tokens")
             if not self.client.info.ids and isinstance(total, int):
                 output.arrivals = _weighed(output.arrivals, total)
+            told = output.meta.get("call_stats")
+            if told is not None:
+                _adopt(stats, told)
+                continue
             count(stats, output.meta, sum(n for _, n in output.arrivals), len(output.arrivals))
         stats.arrivals = sorted(arrival for output in self.outputs for arrival in output.arrivals)
         stats.output_tokens = sum(n for _, n in stats.arrivals)
@@ -293,6 +298,19 @@ def _weighed(arrivals: Arrivals, total: int) -> Arrivals:
     ends = [round(n * total / held[-1]) for n in held]
     begins = [0, *ends[:-1]]
     return [(ms, end - begin) for (ms, _), begin, end in zip(arrivals, begins, ends, strict=True) if end > begin]
+
+
+def _adopt(stats: CallStats, told: Mapping[str, Any]) -> None:
+    """Add the figures of `agentspec serve`, which are a CallStats itself."""
+    for name in _COUNTS:
+        value = told.get(name)
+        if isinstance(value, (int, float)):
+            setattr(stats, name, getattr(stats, name) + value)
+    for name in ("accepted_by_source", "not_drafted"):
+        held = getattr(stats, name)
+        for key, value in dict(told.get(name) or {}).items():
+            held[str(key)] = held.get(str(key), 0) + int(value)
+    stats.mean_cost = float(told.get("mean_cost") or 1.0)
 
 
 async def _all(choices: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -15,10 +15,9 @@ from agentspec.chat.structural import structural_tag
 from agentspec.engines.base import CallStats, TokenLogprob
 from agentspec.engines.http import HttpServer, refusal
 from agentspec.engines.remote import Ask, Notice, Piece, ServerInfo, grammar_of
-from agentspec.engines.request import GenerationRequest
 from agentspec.errors import GrammarError, InvalidRequestError, ServerError
 
-__all__ = ["AnswerReader", "SGLangHttp", "body", "count", "server_info"]
+__all__ = ["AnswerReader", "SGLangHttp", "body", "count", "plugin_words", "server_info"]
 
 _FORBIDDEN = -1e30  # JSON has no -inf; as a logit's bias this is one
 _MOST_STOPS = 32  # of texts that SGLang looks for; more are looked for here only
@@ -86,13 +85,15 @@ def body(ask: Ask, info: ServerInfo, scope: str | None = None) -> dict[str, Any]
     if ask.session is not None:
         made["session_id"] = ask.session
     if info.plugin:
-        told = _told(ask, request)
+        told = plugin_words(ask)
         if told:
             sampling["custom_params"] = told
     return made
 
 
-def _told(ask: Ask, request: GenerationRequest) -> dict[str, Any]:
+def plugin_words(ask: Ask) -> dict[str, Any]:
+    """What the plugin is told of a call, for custom_params."""
+    request = ask.request
     told: dict[str, Any] = {}
     if not request.draft:
         return {"agentspec_draft": False}
