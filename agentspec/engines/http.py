@@ -137,7 +137,8 @@ class HttpServer:
             return answer.json()
         except ValueError as error:
             raise ServerError(
-                f"{self.url}{path}: needed JSON, the server answered {answer.text[:_QUOTED]!r}; is this the right address?"
+                f"{self.url}{path}: needed JSON, the server answered {answer.text[:_QUOTED]!r}; is this the right address?",
+                status=answer.status_code,
             ) from error
 
     @contextlib.contextmanager

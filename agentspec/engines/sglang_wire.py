@@ -270,8 +270,15 @@ class SGLangHttp:
 
     @staticmethod
     async def found(http: HttpServer) -> bool:
-        """Whether this is one."""
-        told = await http.get("/get_model_info")
+        """Whether this is one. Other servers say in many ways that they don't know the route."""
+        try:
+            told = await http.get("/get_model_info")
+        except InvalidRequestError:
+            return False
+        except ServerError as error:
+            if error.status == 200:  # a page
+                return False
+            raise
         return isinstance(told, Mapping) and "model_path" in told
 
     async def describe(self) -> ServerInfo:

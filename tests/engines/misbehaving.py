@@ -111,7 +111,8 @@ def behaved(answer: Answer, ids: Sequence[int] = IDS, cumulative: bool = True) -
 class Misbehaving:
     """A context manager. behaviours: for the calls to come; seen: all that was asked (Answers), aborted: rids.
 
-    info, model: of SGLang's /get_server_info and /get_model_info; openai: of /v1/models, and then no SGLang
+    info, model: of SGLang's /get_server_info and /get_model_info; openai: of /v1/models, and then no SGLang;
+    unknown: status and text for a route that isn't there
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Misbehaving:
         info: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         openai: Any = None,
+        unknown: tuple[int, str] = (404, "null"),
         port: int = 0,
     ) -> None:
         self.behaviours = list(behaviours)
@@ -127,6 +129,7 @@ class Misbehaving:
         self.aborted: list[str] = []
         self.info = {**SERVER, **(info or {})}
         self.model = model or MODEL
+        self.unknown = unknown
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -141,7 +144,9 @@ class Misbehaving:
                 if openai is not None:
                     known = {"/v1/models": openai}
                 found = known.get(self.path)
-                Answer(self, None).whole(200 if found else 404, json.dumps(found))
+                if found:
+                    return Answer(self, None).whole(200, json.dumps(found))
+                Answer(self, None).whole(*outer.unknown)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

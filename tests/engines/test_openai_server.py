@@ -211,6 +211,14 @@ def test_what_messages_cannot_ask_for_is_told(client: Any, options: Any, says: s
 
 
 @pytest.mark.parametrize(
+    "unknown", [(404, "no"), (405, ""), (400, "bad"), (200, "<html>Welcome</html>"), (200, '{"error": "no endpoint"}')]
+)
+def test_a_server_may_say_in_many_ways_that_it_is_no_sglang(unknown: tuple[int, str]) -> None:
+    with Misbehaving(openai=models("somebody"), unknown=unknown) as server, SGLangEngine(server.url) as engine:
+        assert engine.info.kind == "openai" and engine.model_name == "m"
+
+
+@pytest.mark.parametrize(
     "events",
     [
         [said(content="Hello")],
