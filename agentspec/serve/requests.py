@@ -78,6 +78,10 @@ class _Request(BaseModel):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    # What SGLang's router writes into every request, at the only value that holds here.
+    no_stop_trim: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    return_hidden_states: Literal[False] | None = None
     # Whose memory: as SGLang with the agentspec plugin takes them.
     session_id: str | None = None
     cache_salt: str | None = None
@@ -99,6 +103,9 @@ class ChatRequest(_Request):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
+    continue_final_message: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
 
 
 class CompletionRequest(_Request):

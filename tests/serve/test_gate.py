@@ -64,6 +64,8 @@ BAD: list[tuple[Any, str, str]] = [
     ({**BODY, "top_logprobs": 2}, "", "top_logprobs"),
     ({**BODY, "stream_options": {"include_usage": True}}, "", "stream_options"),
     ({**BODY, "store": True}, "", "store"),
+    ({**BODY, "no_stop_trim": True}, "", "no_stop_trim"),
+    ({**BODY, "separate_reasoning": False}, "", "separate_reasoning"),
     ({**BODY, "reasoning_effort": "high"}, "", "chat template knows no such thing"),
     ({**BODY, "custom_params": {"agentspec_drafts": False}}, "", "did you mean agentspec_draft?"),
     ({**BODY, "session_id": ""}, "", "session_id"),
@@ -90,6 +92,9 @@ def test_what_is_wrong_is_said_in_openais_shape(server: Any) -> None:
     status, told = post(server, BODY, **{"Content-Type": "text/plain"})  # what a page in a browser may send anywhere
     assert status == 415
     assert post(server, BODY, "/v1/nothing")[0] == 404
+    # what SGLang's router writes into each request asks for nothing
+    neutral = {"no_stop_trim": False, "skip_special_tokens": True, "separate_reasoning": True, "return_hidden_states": False}
+    assert post(server, {**BODY, **neutral})[0] == 200
     # nothing of this harmed anybody
     assert ask(server.client()).choices[0].message.content
 
