@@ -80,15 +80,15 @@ class Router:
 
 
 class Chain:
-    """A conversation that is routed by its key. model: what the class of traffic is called."""
+    """A conversation that is routed by its key."""
 
-    def __init__(self, router: Router, key: str, model: str = "tiny") -> None:
-        self.router, self.key, self.model = router, key, model
+    def __init__(self, router: Router, key: str) -> None:
+        self.router, self.key = router, key
         self.messages: list[Any] = [{"role": "user", "content": f"I am {key}. The quick brown fox jumps."}]
 
     def call(self, tries: int = 1) -> dict[str, Any]:
         """The next call's figures. tries: as a client would try again after 5xx."""
-        body = {"model": self.model, "messages": self.messages, "max_tokens": 8, "temperature": 0}
+        body = {"model": "tiny", "messages": self.messages, "max_tokens": 8, "temperature": 0}
         for attempt in range(tries):
             status, told = self.router.call("POST", "/v1/chat/completions", body, X_SMG_Routing_Key=self.key)
             if status == 200:
@@ -114,8 +114,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(model: str) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def make(*words: str, name: str = "tiny") -> Process:
-        started.append(Process(model, "--served-model-name", name, *words))
+    def make(*words: str) -> Process:
+        started.append(Process(model, "--served-model-name", "tiny", *words))
         return started[-1]
 
     yield make
@@ -167,25 +167,44 @@ def test_trajectories_stick_and_survive(start: Callable[..., Process], tmp_path:
         router.stop()
 
 
+def answered(worker: Process) -> int:
+    """Calls that a worker has answered."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return round(sum(float(x.split()[-1]) for x in lines if x.startswith("gen_ai_client_operation_duration_seconds_count")))
+
+
 def test_two_pools_by_class_of_traffic(start: Callable[..., Process], tmp_path: Path) -> None:
-    """A pool is a model name to the router (--enable-igw): "latency" drafts, "throughput" doesn't."""
-    latency, throughput = start(name="latency"), start("--method", "off", "--max-requests", "1", name="throughput")
-    router = Router(tmp_path / "log", "--enable-igw", "--policy", "manual", "--disable-retries")
+    """A class of traffic is a router: "throughput" has the pool without drafts, "latency" has the one with drafts, and
+    the other to overflow to."""
+    drafting, plain = start(), start("--method", "off")
+    by_load = ("--policy", "manual", "--assignment-mode", "min_load", "--worker-urls")
+    throughput = Router(tmp_path / "throughput", *by_load, plain.url)
+    latency = Router(tmp_path / "latency", *by_load, drafting.url, plain.url)
     try:
-        router.until(lambda found: router.call("GET", "/liveness")[0] == 200)
-        for worker, name in ((latency, "latency"), (throughput, "throughput")):
-            assert router.call("POST", "/workers", {"url": worker.url, "model_id": name})[0] == 202
-        found = router.until(lambda found: len(found) == 2)
-        assert {w["model_id"] for w in found.values()} == {"latency", "throughput"}
-        fast, bulk = Chain(router, "run-1", "latency"), Chain(router, "run-1", "throughput")
-        told = [(fast.call(), bulk.call()) for _ in range(3)]
-        assert [f["call_index"] for f, _ in told] == [b["call_index"] for _, b in told] == [0, 1, 2]
-        assert sum(f["proposed"] for f, _ in told) > 0 and sum(b["proposed"] for _, b in told) == 0
-        assert fast.messages[1]["content"] == bulk.messages[1]["content"]  # the text is the same
-        status, said = router.call("POST", "/v1/chat/completions", {"model": "other", "messages": fast.messages})
-        assert status >= 400, said
+        throughput.until(lambda found: len(found) == 1)
+        latency.until(lambda found: len(found) == 2)
+        for number in range(4):
+            Chain(throughput, f"bulk-{number}").call()
+        assert (answered(plain), answered(drafting)) == (4, 0)
+        # a trajectory of the latency class that is with the drafting pool, and long at it
+        for number in range(30):
+            Chain(latency, f"run-{number}").call()
+            if answered(drafting):
+                break
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Go on and on."}], "stream": True, "max_tokens": 7000, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{latency.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json", "X-SMG-Routing-Key": f"run-{number}"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as stream:
+            assert stream.readline().startswith(b"data: ")
+            before = answered(plain), answered(drafting)
+            for more in range(4):  # overflow: new ones go where there is room
+                Chain(latency, f"more-{more}").call()
+            assert (answered(plain), answered(drafting)) == (before[0] + 4, before[1])
     finally:
-        router.stop()
+        latency.stop()
+        throughput.stop()
 
 
 def test_what_the_router_passes_on(start: Callable[..., Process], tmp_path: Path) -> None:
