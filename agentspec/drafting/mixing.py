@@ -525,7 +525,7 @@ def propose(
     """The best draft of at most `most` nodes: nodes[TREE, >= most], paths[>= most] path probabilities; how
     many.
 
-    Best-first by path probability, so the first n nodes are the best tree of n; n maximises
+    Best-first by path probability, so the first n nodes are the best tree of n (but for what LAZY leaves out); n maximises
     sum(paths[:n]) - price[n]. It stops when not even certain children could change that."""
     most = min(most, MAX_NODES)
     history = np.empty(HISTORY, np.int64)
