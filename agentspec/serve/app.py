@@ -259,6 +259,8 @@ class _Stream(Response):
                     await send(_event(json.dumps(event, ensure_ascii=False)))
             except RequestAbortedError:
                 return  # the client has gone
+            except asyncio.TimeoutError:
+                raise  # the gate's: the client takes nothing
             except Exception as error:
                 status, told = errors.of_exception(error)
                 if not begun:

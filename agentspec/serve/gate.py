@@ -29,7 +29,7 @@ class Limits:
     requests:   most under way at once, waiting for the engine included; beyond them: 429
     body_bytes: of a request; a larger one: 413
     read_s:     for a request's body to arrive; a slower one: 408
-    write_s:    for the client to take a piece of the answer; a slower one is hung up on
+    write_s:    for the client to take a piece of the answer; a slower one's call is ended
     """
 
     requests: int = 64
@@ -128,7 +128,7 @@ class Gate:
             text = f"the request's body did not arrive within {self._limits.read_s:g} s"
             await _answer(sending, 408, text, "invalid_request_error", "timeout")
         except asyncio.TimeoutError:
-            return  # the client takes nothing: uvicorn hangs up, as the response is incomplete
+            return  # the client takes nothing: uvicorn closes the connection, as the response is incomplete
         finally:
             self.under_way -= 1
 

@@ -169,6 +169,17 @@ def test_too_many_at_once(serving: Callable[..., Any]) -> None:
     assert ask(client).choices  # the client's own retries get through
 
 
+def test_a_client_that_takes_nothing_ends_its_call(serving: Callable[..., Any]) -> None:
+    server = serving(limits=Limits(requests=1, write_s=0.3))
+    stuck = begun(server, {**LONG, "session_id": "stuck", "logprobs": True, "top_logprobs": 20})
+    try:  # 15 MB of answer, which no socket's buffers hold; the place is free again while it stays open
+        client = server.client().with_options(max_retries=20)
+        assert ask(client).choices
+        assert len(server.engine.memory(Trajectory("stuck"))) < 6000
+    finally:
+        stuck.close()
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_hangs_up_ends_its_call(server: Any, streamed: bool) -> None:
     long = {**LONG, "session_id": "long"}
