@@ -21,14 +21,22 @@ def _numbers(text: str, kind: type) -> list[Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--acceptance", default="0.2,0.4,0.6,0.8,0.9", metavar="A,...", help="conditional acceptances a")
+    parser.add_argument(
+        "--acceptance", default="0.2,0.4,0.6,0.8,0.9", metavar="A,...", help="conditional acceptances a"
+    )
     parser.add_argument("--drafted", default="1,2,3,4,6,8", metavar="K,...", help="drafted tokens a step, k")
-    parser.add_argument("--cost", type=float, default=0.10, metavar="C", help="draft cost c, in forwards (default 0.10)")
-    parser.add_argument("--per", choices=("token", "step"), default="token", help="what costs c: each token, or the step")
+    parser.add_argument(
+        "--cost", type=float, default=0.10, metavar="C", help="draft cost c, in forwards (default 0.10)"
+    )
+    parser.add_argument(
+        "--per", choices=("token", "step"), default="token", help="what costs c: each token, or the step"
+    )
     parser.add_argument(
         "--curve", metavar="N:V,...", help="a verify-cost curve, e.g. 1:1,2:1.2,8:1.5,16:1.8; then S = E / (v(k+1) + c)"
     )
-    parser.add_argument("--decode-share", type=float, metavar="F", help="decode's share of the chain's time: adds S_chain")
+    parser.add_argument(
+        "--decode-share", type=float, metavar="F", help="decode's share of the chain's time: adds S_chain"
+    )
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")
 
 

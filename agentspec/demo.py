@@ -46,7 +46,9 @@ class Documents:
         if directory is not None:
             if not directory.is_dir():
                 raise InvalidRequestError(f"--docs {directory}: needed a directory with {', '.join(_PROSE)} files")
-            found = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if _is_prose(p, directory)}
+            found = {
+                p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if _is_prose(p, directory)
+            }
             self.files = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in found.items()}
         else:
             self.files = _own_prose()

@@ -59,7 +59,9 @@ def _device() -> list[Finding]:
         from agentspec.engines.forward_cuda import GraphForward
 
         kinds = ", ".join(GraphForward.KINDS)
-        text = f"CUDA: {torch.cuda.get_device_name()}, bfloat16; captured graphs for {kinds}, else transformers' forward"
+        text = (
+            f"CUDA: {torch.cuda.get_device_name()}, bfloat16; captured graphs for {kinds}, else transformers' forward"
+        )
         return [Finding("device", "ok", f"{text}; {threads}")]
     build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build, but no GPU is visible"
     return [Finding("device", "ok", f"CPU, float32; {threads}; torch is a {build}")]
@@ -91,12 +93,19 @@ def _model() -> list[Finding]:
     if source.kind == "hub":
         return [
             Finding(
-                "smollm2", "missing", "the demo's model isn't here; it would be fetched from the Hugging Face hub", models.SMOLLM2_COMMAND
+                "smollm2",
+                "missing",
+                "the demo's model isn't here; it would be fetched from the Hugging Face hub",
+                models.SMOLLM2_COMMAND,
             )
         ]
     converted = models.converted_path(Path(source.location))
     if not (converted / "agentspec-conversion.json").is_file():
-        return [Finding("smollm2", "note", "found; the first load converts it, which takes a minute or two", "agentspec demo")]
+        return [
+            Finding(
+                "smollm2", "note", "found; the first load converts it, which takes a minute or two", "agentspec demo"
+            )
+        ]
     return [Finding("smollm2", "ok", f"found and converted, in {_home(converted)}")]
 
 
@@ -116,7 +125,12 @@ def _caches() -> list[Finding]:
         probe = probe.parent
     if not os.access(probe, os.W_OK):
         return [
-            Finding("cache", "note", f"{_home(root)} can't be written: models are converted at each start", "export AGENTSPEC_CACHE_DIR=/a/writable/directory")
+            Finding(
+                "cache",
+                "note",
+                f"{_home(root)} can't be written: models are converted at each start",
+                "export AGENTSPEC_CACHE_DIR=/a/writable/directory",
+            )
         ]
     size = sum(p.stat().st_size for p in root.rglob("*") if p.is_file()) if root.exists() else 0
     curves = "v(n) measured" if (root / "cost_curves.json").is_file() else "v(n) is measured at the first load"
@@ -129,15 +143,15 @@ def _sglang() -> list[Finding]:
         return [Finding("sglang", "note", "not installed: only needed on a GPU server", remedy)]
     from sglang_agentspec.diagnosis import diagnose
 
-    return [
-        Finding(found.name, "ok" if found.ok else "missing", found.found, found.remedy) for found in diagnose()
-    ]
+    return [Finding(found.name, "ok" if found.ok else "missing", found.found, found.remedy) for found in diagnose()]
 
 
 def _optional() -> list[Finding]:
     findings = _sglang()
     if _version("opentelemetry-exporter-otlp-proto-http") is None:
-        findings.append(Finding("otlp", "note", "no OTLP exporter: spans can't be sent to Jaeger", "pip install -e '.[otlp]'"))
+        findings.append(
+            Finding("otlp", "note", "no OTLP exporter: spans can't be sent to Jaeger", "pip install -e '.[otlp]'")
+        )
     else:
         findings.append(Finding("otlp", "ok", "exporter installed"))
     return findings

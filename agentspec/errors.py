@@ -142,9 +142,7 @@ class ServerError(EngineError):
     the server said so.
     """
 
-    def __init__(
-        self, message: str, partial: Any = None, status: int | None = None, temporary: bool = True
-    ) -> None:
+    def __init__(self, message: str, partial: Any = None, status: int | None = None, temporary: bool = True) -> None:
         super().__init__(message)
         self.partial = partial
         self.status = status

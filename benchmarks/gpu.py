@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 __all__ = ["Report", "table"]
 
+
 class Report:
     """What was found so far, on disk after every part, under a time budget.
 

@@ -34,7 +34,9 @@ ENGINE_WAYS = ("plain", "right", "right for a while", "trees")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32"
+    )
     parser.add_argument("--context", type=int, nargs="+", default=[512, 4000])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=15)
@@ -310,7 +312,9 @@ def run(report: Report, options: argparse.Namespace) -> None:
 def tell(results: dict[str, Any]) -> None:
     parts = results["parts"]
     machine = parts["machine"]["found"]
-    print(f"{machine.get('name', machine.get('device'))}: copies at {machine.get('copy_gbs')} GB/s, peak {machine.get('peak_gbs')}")
+    print(
+        f"{machine.get('name', machine.get('device'))}: copies at {machine.get('copy_gbs')} GB/s, peak {machine.get('peak_gbs')}"
+    )
     for name, part in parts.items():
         ways = {way: entry for way, entry in part["found"].items() if isinstance(entry, dict) and "v" in entry}
         if not ways:
@@ -328,7 +332,15 @@ def tell(results: dict[str, Any]) -> None:
     for way, entry in parts.get("equality", {}).get("found", {}).items():
         for what, e in entry.items():
             if isinstance(e, dict):
-                rows.append([way, what, "yes" if e["same_bits"] else "no", e["furthest_apart"], f"{e['other_choices']}/{e['rows']}"])
+                rows.append(
+                    [
+                        way,
+                        what,
+                        "yes" if e["same_bits"] else "no",
+                        e["furthest_apart"],
+                        f"{e['other_choices']}/{e['rows']}",
+                    ]
+                )
     if rows:
         print("\nagainst rows by themselves\n" + table(["", "", "same bits", "apart", "other choices"], rows))
     engine = parts.get("engine", {}).get("found", {})

@@ -92,7 +92,10 @@ def from_prose(tokenizer: Any, files: Sequence[Path], tokens: int, longest: int,
         first, second = paragraphs[0], paragraphs[1]
         word = max(first.split(), key=len)
         turns = [
-            (f"Read this part of {name}:\n\n" + "\n\n".join(paragraphs) + "\n\nQuote its first paragraph exactly.", first),
+            (
+                f"Read this part of {name}:\n\n" + "\n\n".join(paragraphs) + "\n\nQuote its first paragraph exactly.",
+                first,
+            ),
             ("Now quote the second paragraph exactly.", second),
             (f"Write the first paragraph again with {word!r} replaced by 'thing'.", first.replace(word, "thing")),
             ("Say in two sentences what you have read.", paragraphs[-1][:300]),
@@ -230,7 +233,9 @@ def ask(url: str, call: Call, session: str, key: tuple[str, int], timeout_s: flo
     body = {"input_ids": call.ids, "sampling_params": sampling, "session_id": session, "stream": True}
     began = time.perf_counter()
     try:
-        request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=timeout_s) as stream:
             for line in stream:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -288,7 +293,11 @@ def summed(answers: Sequence[Answer], seconds: float, plain: dict[tuple[str, int
     if not good:
         return found
     tokens = sum(a.arrivals[-1][1] for a in good)
-    itl = [(a.arrivals[-1][0] - a.arrivals[0][0]) / (a.arrivals[-1][1] - a.arrivals[0][1]) * 1e3 for a in good if len(a.arrivals) > 1]
+    itl = [
+        (a.arrivals[-1][0] - a.arrivals[0][0]) / (a.arrivals[-1][1] - a.arrivals[0][1]) * 1e3
+        for a in good
+        if len(a.arrivals) > 1
+    ]
     steps = sum(int(a.meta.get("spec_verify_ct") or 0) for a in good)
     found.update(
         tokens=tokens,

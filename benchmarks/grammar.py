@@ -249,9 +249,7 @@ def random_schemas(library: Any, tokenizer: Any, size: int, count: int) -> None:
         compiling.append(taken)
         ids: list[int] = []
         while len(ids) < 120 and not library.ended(matcher):
-            bits = np.unpackbits(
-                np.ascontiguousarray(library.mask(matcher)).view(np.uint8), bitorder="little"
-            )
+            bits = np.unpackbits(np.ascontiguousarray(library.mask(matcher)).view(np.uint8), bitorder="little")
             may = np.flatnonzero(bits[:size])
             short = np.intersect1d(may, [*closing, tokenizer.eos_token_id])
             token = int(draw.choice(short if len(ids) > 30 and len(short) else may))
@@ -270,9 +268,7 @@ def random_schemas(library: Any, tokenizer: Any, size: int, count: int) -> None:
             seen["invalid"] += 1
 
     walk()
-    print(
-        f"    random schemas: {seen}, compile mean {statistics.fmean(compiling):.2f} worst {max(compiling):.1f}"
-    )
+    print(f"    random schemas: {seen}, compile mean {statistics.fmean(compiling):.2f} worst {max(compiling):.1f}")
 
 
 # ---- on the engine -------------------------------------------------------------------------------
@@ -374,9 +370,7 @@ def calls(engine: LocalEngine, smoke: bool) -> None:
     for name, question in asked:
         chat = [{"role": "user", "content": question}]
         options = {"tools": TOOLS, "tool_choice": name, "max_tokens": 100}
-        plain = count(
-            "grammar, no drafts", engine.chat(chat, draft=False, trajectory=Trajectory(), **options)
-        )
+        plain = count("grammar, no drafts", engine.chat(chat, draft=False, trajectory=Trajectory(), **options))
         held = count("grammar", engine.chat(chat, trajectory=Trajectory(), **options))
         assert held.token_ids == plain.token_ids
         # the same without what the grammar forces: the schema's seeds and the prompt alone draft
@@ -395,9 +389,7 @@ def calls(engine: LocalEngine, smoke: bool) -> None:
         assert seeded.token_ids == plain.token_ids == unseeded.token_ids
         with_example = [*EXAMPLE, *chat]
         options = {"tools": TOOLS, "max_tokens": 60}
-        plain = count(
-            "free, no drafts", engine.chat(with_example, draft=False, trajectory=Trajectory(), **options)
-        )
+        plain = count("free, no drafts", engine.chat(with_example, draft=False, trajectory=Trajectory(), **options))
         drafted = count("free, schema seeds", engine.chat(with_example, trajectory=Trajectory(), **options))
         prepared = prepare(engine.template, with_example, tools=TOOLS)
         bare = replace(prepared, seeds=())
@@ -453,9 +445,7 @@ def _declared(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["libraries", "overhead", "calls", "recorded", []], default=[])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--smoke", action="store_true")

@@ -201,9 +201,7 @@ def report(name: str, runs: dict[str, Run]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=160)
@@ -232,9 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(options.rounds):
                 order = WAYS[number % 4 :] + WAYS[: number % 4]
                 one_round(engine, stock, calls, runs, order)
-                print(
-                    f"\r{name}: round {number + 1} of {options.rounds}", end="", file=sys.stderr, flush=True
-                )
+                print(f"\r{name}: round {number + 1} of {options.rounds}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
             row = report(name, runs)
             rows.append(row)

@@ -127,9 +127,7 @@ def sglang(tokens: np.ndarray, follow: np.ndarray) -> dict[str, float]:
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
     before = resident()
-    corpus = NgramCorpus(
-        max_trie_depth=18, max_bfs_breadth=10, draft_token_num=WIDEST + 1, capacity=10_000_000
-    )
+    corpus = NgramCorpus(max_trie_depth=18, max_bfs_breadth=10, draft_token_num=WIDEST + 1, capacity=10_000_000)
     allocated = resident() - before
     listed = tokens.tolist()
     started = time.process_time()
@@ -332,9 +330,7 @@ def orders(options: argparse.Namespace) -> dict[str, Any]:
         for file in sorted(options.traces.glob("*.jsonl"))
     }
     if not families:
-        raise SystemExit(
-            f"no recorded trajectories (*.jsonl) in {options.traces}: name a directory with --traces"
-        )
+        raise SystemExit(f"no recorded trajectories (*.jsonl) in {options.traces}: name a directory with --traces")
     rows: dict[str, Any] = {}
     for max_match, recent in ((32, 4), (16, 4), (8, 4), (16, 8)):
         chain: list[float] = []
@@ -350,10 +346,7 @@ def orders(options: argparse.Namespace) -> dict[str, Any]:
                     at = 0
                     while at < len(output):
                         matches = memory.match(context, 1, max_match, recent)
-                        right = [
-                            common(matches.copy(i, WIDEST)[0], output[at:])
-                            for i in range(min(4, len(matches)))
-                        ]
+                        right = [common(matches.copy(i, WIDEST)[0], output[at:]) for i in range(min(4, len(matches)))]
                         taken = min((right[0] if right else 0) + 1, len(output) - at)
                         oracle += min(max(right, default=0) + 1, len(output) - at)
                         memory.append(context, output[at : at + taken])
@@ -401,15 +394,11 @@ def show(name: str, result: dict[str, Any], indent: str = "") -> None:
         elif isinstance(value, dict):
             show(key, value, indent + "  ")
         else:
-            print(
-                f"{indent}  {key}: {value:.3f}" if isinstance(value, float) else f"{indent}  {key}: {value}"
-            )
+            print(f"{indent}  {key}: {value:.3f}" if isinstance(value, float) else f"{indent}  {key}: {value}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[[], *MEASUREMENTS], default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")

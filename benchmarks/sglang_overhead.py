@@ -259,18 +259,12 @@ def run(workers: list[Any], calls: list[Call], size: int, steps: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--proposer", action="append", choices=["match", "mixture"], help="may be given twice"
-    )
+    parser.add_argument("--proposer", action="append", choices=["match", "mixture"], help="may be given twice")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, action="append", help="batch sizes, default 1, 8, 16")
-    parser.add_argument(
-        "--capacity", type=int, default=10_000_000, help="NGRAM's, by default its own default"
-    )
+    parser.add_argument("--capacity", type=int, default=10_000_000, help="NGRAM's, by default its own default")
     chosen = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -292,14 +286,10 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(result))
         return
-    print(
-        f"{'batch':>5}  {'worker':<20}{'before':>10}{'p10':>10}{'after':>10}{'both':>10}   tokens/step  steps"
-    )
+    print(f"{'batch':>5}  {'worker':<20}{'before':>10}{'p10':>10}{'after':>10}{'both':>10}   tokens/step  steps")
     for size, by_name in result["batch"].items():
         for name, r in by_name.items():
-            numbers = "".join(
-                f"{r[k]:>8.0f}us" for k in ("before_us", "before_p10_us", "after_us", "both_us")
-            )
+            numbers = "".join(f"{r[k]:>8.0f}us" for k in ("before_us", "before_p10_us", "after_us", "both_us"))
             print(f"{size:>5}  {name:<20}{numbers}{r['tokens_a_step']:>14.2f}{r['steps']:>8}")
     print("resident memory taken at start, MB:", result["allocated_mb"])
     print("memories held at the end, MB:", result["held_mb"])

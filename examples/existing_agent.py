@@ -33,9 +33,7 @@ def build_agent(model: Any) -> Any:
 
 def main(arguments: list[str] | None = None, **options: Any) -> str:
     """options: more of the model's (an engine, in the tests)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     given = parser.parse_args(arguments)
     options = {"model": given.model, "temperature": 0, "max_tokens": 40, "timeout": 600, **options}

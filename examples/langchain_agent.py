@@ -31,8 +31,7 @@ FILES = {
     "If migrate.sh fails, restore the last backup before you start the worker.\n",
     "backup.md": "Backups\n\nbackup.sh writes /srv/backup/app.tar every night at two. Keep seven of them.\n"
     "To restore the last backup, run restore.sh /srv/backup/app.tar.\n",
-    "oncall.md": "On call\n\n"
-    "Ada is on call in even weeks, Grace in odd weeks. Page them when the worker is down.\n",
+    "oncall.md": "On call\n\nAda is on call in even weeks, Grace in odd weeks. Page them when the worker is down.\n",
 }
 PLAN: list[list[str]] = [
     ["list_files"],
@@ -98,9 +97,7 @@ def run(model: ChatAgentSpec, free: bool = False) -> list[BaseMessage]:
         folder = Path(name)
         for path, text in FILES.items():
             (folder / path).write_text(text)
-        agent = create_agent(
-            model, tools_over(folder), middleware=[] if free else [FollowPlan()], name="file-agent"
-        )
+        agent = create_agent(model, tools_over(folder), middleware=[] if free else [FollowPlan()], name="file-agent")
         asked = {"messages": [HumanMessage(QUESTION)]}
         messages: list[BaseMessage] = agent.invoke(asked, {"recursion_limit": 40})["messages"]
         return messages
@@ -112,9 +109,7 @@ def table(messages: list[BaseMessage]) -> str:
     answers = [message for message in messages if isinstance(message, AIMessage)]
     for number, message in enumerate(answers):
         s = message.response_metadata["call_stats"]
-        says = ", ".join(
-            f"{c['name']}({', '.join(map(str, c['args'].values()))})" for c in message.tool_calls
-        )
+        says = ", ".join(f"{c['name']}({', '.join(map(str, c['args'].values()))})" for c in message.tool_calls)
         lines.append(
             f"{number:4}  {s['prompt_tokens']:6}  {s['reused_tokens']:6}  {s['output_tokens']:6}  "
             f"{s['verify_steps']:5}  {s['accepted']:8}  {s['tokens_per_step'] or 0:11.2f}  "
@@ -133,9 +128,7 @@ def said(messages: list[BaseMessage]) -> list[Any]:
 
 def main(arguments: list[str] | None = None, **options: Any) -> None:
     """options: more of ChatAgentSpec's (an engine, in the tests)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--compare", action="store_true", help="run again without drafts")
     parser.add_argument("--free", action="store_true", help="no plan: the model decides")

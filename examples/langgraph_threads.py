@@ -51,9 +51,7 @@ def turn(graph: Any, thread: str, question: str) -> AIMessage:
 
 def main(arguments: list[str] | None = None, **options: Any) -> list[AIMessage]:
     """options: more of ChatAgentSpec's (an engine, in the tests)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     given = parser.parse_args(arguments)
     options = {"model": given.model, "max_tokens": 24, "temperature": 0, **options}

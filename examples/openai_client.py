@@ -48,7 +48,8 @@ def call(client: openai.OpenAI, model: str, messages: list[Any], **options: Any)
         message["content"] += delta.content or ""
         for piece in delta.tool_calls or ():
             held = calls.setdefault(
-                piece.index, {"id": piece.id, "type": "function", "function": {"name": piece.function.name, "arguments": ""}}
+                piece.index,
+                {"id": piece.id, "type": "function", "function": {"name": piece.function.name, "arguments": ""}},
             )
             held["function"]["arguments"] += piece.function.arguments or ""
     if calls:

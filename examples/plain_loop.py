@@ -49,9 +49,7 @@ def copy_files(engine: agentspec.Engine, paths: list[str], **options: Any) -> li
 
 
 def main(arguments: list[str] | None = None, engine: Any = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     given = parser.parse_args(arguments)
     if engine is not None:

@@ -33,9 +33,7 @@ def tiny_engine(tiny_tokenizer: Any) -> Iterator[Callable[..., Any]]:
 
     made: list[LocalEngine] = []
 
-    def make(
-        kind: str = "llama", seed: int = 0, model: dict[str, Any] | None = None, **options: Any
-    ) -> LocalEngine:
+    def make(kind: str = "llama", seed: int = 0, model: dict[str, Any] | None = None, **options: Any) -> LocalEngine:
         # nearly free width, so that everything that may be drafted is
         options.setdefault("cost_curve", CostCurve.linear(0.01))
         engine = LocalEngine(tiny.model(kind, seed, **(model or {})), tokenizer=tiny_tokenizer, **options)

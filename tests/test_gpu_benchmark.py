@@ -75,7 +75,16 @@ def test_a_server_that_does_not_start_is_reported_for_each_algorithm(tmp_path: P
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     code, text = program(
-        "server", "--model", str(tmp_path / "model"), "--python", "/bin/false", "--out", str(out), "--concurrency", "1", "2"
+        "server",
+        "--model",
+        str(tmp_path / "model"),
+        "--python",
+        "/bin/false",
+        "--out",
+        str(out),
+        "--concurrency",
+        "1",
+        "2",
     )
     assert code == 1, text
     parts = json.loads(out.read_text())["parts"]
@@ -184,5 +193,7 @@ def test_the_forward_half_in_small(tmp_path: Path) -> None:
     assert engine["plain"]["steps"] == 24 and engine["right"]["steps"] <= 3
     assert engine["right"]["conditional_acceptance"] == 1.0
     assert engine["right for a while"]["steps"] < 24
-    assert all(engine[way]["first_difference_from_plain"] is None for way in ("plain", "right", "right for a while", "trees"))
+    assert all(
+        engine[way]["first_difference_from_plain"] is None for way in ("plain", "right", "right for a while", "trees")
+    )
     assert "LocalEngine" in text and "of copy" in text

@@ -60,9 +60,7 @@ class Grammar:
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise GrammarError(
-                    f"JSON schema: needed a schema, got text that is no JSON: {error}"
-                ) from error
+                raise GrammarError(f"JSON schema: needed a schema, got text that is no JSON: {error}") from error
         rule = json_rule(schema, whitespace)
         return cls(f"start: {rule}\n", source=("json_schema", json.dumps(schema)))
 
@@ -145,9 +143,7 @@ class Grammar:
         parts = self.parts or (("rest", self),)
         rest = "@rest" if not self.parts else "(@this | @other)"
         start = f"thoughts space {rest}" if inside else f"({literal(opening)} thoughts space)? {rest}"
-        return Grammar(
-            f"start: {start}\nthoughts[lazy]: /(?s:.*){_escaped(closing)}/\nspace: /\\n{{0,2}}/\n", parts
-        )
+        return Grammar(f"start: {start}\nthoughts[lazy]: /(?s:.*){_escaped(closing)}/\nspace: /\\n{{0,2}}/\n", parts)
 
 
 def json_rule(schema: Any, whitespace: bool = False) -> str:

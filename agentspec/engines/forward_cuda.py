@@ -149,7 +149,9 @@ class GraphForward(Forward):
             raise NotPackable(f"{type(error).__name__}: {error}") from error
         if trees is False or (trees is None and self.row_invariant and not tree_alike):
             self.supports_trees = False
-            self.limits = "trees are not asked for" if trees is False else "a tree's rows round differently from a chain's"
+            self.limits = (
+                "trees are not asked for" if trees is False else "a tree's rows round differently from a chain's"
+            )
         elif not tree_alike:
             self.row_invariant = False
         if self.row_invariant:
@@ -157,7 +159,9 @@ class GraphForward(Forward):
         self._describe()
 
     def _describe(self) -> None:
-        how = f"not captured: {self._uncaptured}" if self._uncaptured else "captured" if self._capture else "not captured"
+        how = (
+            f"not captured: {self._uncaptured}" if self._uncaptured else "captured" if self._capture else "not captured"
+        )
         self.description = (
             f"own layers over static keys and values, graphs of {', '.join(map(str, self.widths))} rows ({how}; "
             f"{'' if self.row_invariant else 'not '}row-invariant on the probe)"
@@ -178,7 +182,9 @@ class GraphForward(Forward):
         new = np.ascontiguousarray(ids, dtype=np.int64)
         n, start, widest = len(new), cache.length, self.widths[-1]
         if start + n + widest > self._space.sizes[-1]:
-            raise EngineError(f"step: needed tokens of the model's context of {self._most} tokens, got {start} and {n} more")
+            raise EngineError(
+                f"step: needed tokens of the model's context of {self._most} tokens, got {start} and {n} more"
+            )
         paths = depths = None
         if parents is not None:
             paths, depths = paths_of(parents, n)
@@ -448,7 +454,10 @@ class GraphForward(Forward):
         if len({getattr(norm, "variance_epsilon", None) for norm in norms} | {None}) != 2:
             raise NotPackable("its norms are not plain RMS norms of one epsilon")
         if hasattr(attention, "q_norm"):
-            weights = [attention.q_norm.weight.expand(self._heads, -1), attention.k_norm.weight.expand(self._kv_heads, -1)]
+            weights = [
+                attention.q_norm.weight.expand(self._heads, -1),
+                attention.k_norm.weight.expand(self._kv_heads, -1),
+            ]
             head_norm = torch.cat(weights).detach()
         joined, joined_bias = _join(linears[:3])
         gate_up, gate_up_bias = _join(linears[4:6])
@@ -485,7 +494,9 @@ class GraphForward(Forward):
         long = self.step(self.new_cache(), ids, 1) if n > self.widths[-1] + 1 else whole[-1:]
         for found in (apart, stock.difference(parts), stock.difference(torch.cat([parts[:6], tree]))):
             if not found <= stock.tolerance:
-                raise NotPackable(f"its logits differ from transformers' by {found:.1e} (at most {stock.tolerance:.1e})")
+                raise NotPackable(
+                    f"its logits differ from transformers' by {found:.1e} (at most {stock.tolerance:.1e})"
+                )
         found = float((long - stock.probe_logits[-1:]).abs().max())
         if not found <= stock.tolerance:
             raise NotPackable(f"its logits after a long prompt differ from transformers' by {found:.1e}")

@@ -148,7 +148,9 @@ class HttpServer:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ServerError(f"{self.url}: no connection ({error or type(error).__name__}); is the server running?") from error
+            raise ServerError(
+                f"{self.url}: no connection ({error or type(error).__name__}); is the server running?"
+            ) from error
         except httpx.TimeoutException as error:
             raise ServerError(f"{self.url}: no answer in time ({type(error).__name__})") from error
         except httpx.TransportError as error:
@@ -171,7 +173,9 @@ def refusal(where: str, status: int, said: str, headers: Mapping[str, str] | Non
         return ServerError(f"{where}: the server wants another key ({status}): pass api_key=", None, status, False)
     if status == 429:
         wait = (headers or {}).get("retry-after")
-        error = ServerError(f"{where}: the server is busy (429): {words}; try again later, or ask for less at once", None, status)
+        error = ServerError(
+            f"{where}: the server is busy (429): {words}; try again later, or ask for less at once", None, status
+        )
         error.retry_after = _seconds(wait)
         return error
     temporary = status >= 500 or status == 408

@@ -199,7 +199,9 @@ def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -
         if not (path / _READY).is_file():
             _convert(gguf, path, source, announce)
         try:
-            model, tokenizer = _load_pretrained(str(path), device, dtype, ModelSource(source.name, "directory", str(path)))
+            model, tokenizer = _load_pretrained(
+                str(path), device, dtype, ModelSource(source.name, "directory", str(path))
+            )
             return LoadedModel(model, tokenizer, source, str(path))
         except ModelLoadError as error:
             if attempt == 2:
@@ -259,7 +261,9 @@ def _write_conversion(gguf: Path, work: Path, source: ModelSource) -> None:
         tokenizer.save_pretrained(work)
     except OSError as error:
         if error.errno is not None:  # the disk, not the file
-            raise ModelLoadError(f"model {source.name!r}: the conversion can't be written to {work.parent}: {error}") from error
+            raise ModelLoadError(
+                f"model {source.name!r}: the conversion can't be written to {work.parent}: {error}"
+            ) from error
         raise ModelLoadError(f"model {source.name!r}: {gguf} can't be read as a model: {error}") from error
     except Exception as error:
         raise ModelLoadError(

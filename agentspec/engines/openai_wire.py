@@ -93,7 +93,8 @@ class OpenAIServer:
         if not info.plugin:
             info.notices.append(
                 Notice(
-                    "plugin", "not an SGLang server's own API: no drafts from trajectories' memory, the text is the same"
+                    "plugin",
+                    "not an SGLang server's own API: no drafts from trajectories' memory, the text is the same",
                 )
             )
         if self._chat:
@@ -129,7 +130,9 @@ class OpenAIServer:
         for option, nothing, name in _BEYOND:
             if getattr(request, option) != nothing:
                 if not beyond:
-                    raise InvalidRequestError(f"{option}: OpenAI's API has no such option, and {self._http.url} is no vLLM")
+                    raise InvalidRequestError(
+                        f"{option}: OpenAI's API has no such option, and {self._http.url} is no vLLM"
+                    )
                 made[name] = getattr(request, option)
         if ask.seed is not None:
             made["seed"] = ask.seed
@@ -137,7 +140,9 @@ class OpenAIServer:
             made["stop"] = list(request.stop_texts)
         bias = {str(token): max(-100.0, float(value)) for token, value in request.logit_bias.items()}
         if ask.bad_words:
-            raise InvalidRequestError("bad_words: OpenAI's API has no such option; logit_bias of -inf forbids single ids")
+            raise InvalidRequestError(
+                "bad_words: OpenAI's API has no such option; logit_bias of -inf forbids single ids"
+            )
         if bias:
             made["logit_bias"] = bias
         if self.info.kind in ("vllm", "sglang"):
@@ -314,7 +319,9 @@ class _Reader:
         for given in said.get("tool_calls") or ():
             index, function = int(given.get("index") or 0), given.get("function") or {}
             known = index in self._calls
-            call = self._calls.setdefault(index, {"id": given.get("id") or f"call_{index}", "name": "", "arguments": ""})
+            call = self._calls.setdefault(
+                index, {"id": given.get("id") or f"call_{index}", "name": "", "arguments": ""}
+            )
             name = None if known else str(function.get("name") or "")
             call["name"] = call["name"] or name or ""
             call["arguments"] += function.get("arguments") or ""
@@ -336,9 +343,7 @@ def _logprobs(given: Any, ids: Sequence[int]) -> list[TokenLogprob]:
     found = []
     for token, value, top in zip(ids, given["token_logprobs"], tops, strict=False):
         likely = tuple(
-            (int(name[len("token_id:") :]), float(v))
-            for name, v in (top or {}).items()
-            if name.startswith("token_id:")
+            (int(name[len("token_id:") :]), float(v)) for name, v in (top or {}).items() if name.startswith("token_id:")
         )
         found.append(TokenLogprob(token, float(value), likely))
     return found

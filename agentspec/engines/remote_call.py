@@ -193,7 +193,9 @@ class RemoteCall:
                 stopper.end(piece.finish)
             self._arrived(output, piece.ids, piece.tokens, stamp)
             reason = stopper.finish_reason or None
-            self.channel.put(TokenChunk(tuple(piece.ids), piece.text, stamp, reason, (), output.index, None, piece.delta))
+            self.channel.put(
+                TokenChunk(tuple(piece.ids), piece.text, stamp, reason, (), output.index, None, piece.delta)
+            )
             return
         taken: list[int] = []
         for token in piece.ids:

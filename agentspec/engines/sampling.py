@@ -156,9 +156,7 @@ class Sampler:
         if self._noise:
             shares = edges[max(place - 1, 0) : place + 1] / edges[-1]
             # the id's own borders; the last one's upper border and the first one's lower stay where they are
-            self.close_call = near or bool(
-                (np.abs(shares - target / edges[-1]) <= _sway(shares, noise)).any()
-            )
+            self.close_call = near or bool((np.abs(shares - target / edges[-1]) <= _sway(shares, noise)).any())
         return int(kept[place])
 
 

@@ -173,7 +173,9 @@ class SGLangEngine:
     def generate(self, request: GenerationRequest) -> Generation:
         """Start a call on token ids. Raises InvalidRequestError and its kinds, EngineClosedError."""
         if self.info.messages:
-            raise InvalidRequestError("generate: this server takes messages, not ids; call chat(), or use api='completions'")
+            raise InvalidRequestError(
+                "generate: this server takes messages, not ids; call chat(), or use api='completions'"
+            )
         return self._submit(request, None, None, None)
 
     def compile(self, grammar: Grammar) -> ServedGrammar:
@@ -263,7 +265,9 @@ class SGLangEngine:
         words = bad_word_ids(request, self._encode)
         room = context - len(prompt)
         # Without ids the server alone knows where an output ends.
-        followed = request if self.info.ids else replace(request, max_tokens=None, min_tokens=0, stop=(), stop_token_ids=())
+        followed = (
+            request if self.info.ids else replace(request, max_tokens=None, min_tokens=0, stop=(), stop_token_ids=())
+        )
         outputs = []
         for index in range(request.n):
             ask = Ask(

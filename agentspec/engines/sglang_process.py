@@ -20,7 +20,9 @@ class SGLangInProcess:
 
     def __init__(self, engine: Any, scope: str | None = None) -> None:
         missing = [
-            name for name in ("async_generate", "get_server_info", "tokenizer_manager", "loop") if not hasattr(engine, name)
+            name
+            for name in ("async_generate", "get_server_info", "tokenizer_manager", "loop")
+            if not hasattr(engine, name)
         ]
         if missing:
             raise InvalidRequestError(

@@ -141,7 +141,9 @@ class AnswerReader:
             raise self._failed(out["error"])
         meta, ids = out.get("meta_info"), out.get("output_ids")
         if not isinstance(meta, Mapping) or not isinstance(ids, list):
-            raise ServerError(f"{self._where}: needed output_ids and meta_info, got {json.dumps(out, default=str)[:200]}")
+            raise ServerError(
+                f"{self._where}: needed output_ids and meta_info, got {json.dumps(out, default=str)[:200]}"
+            )
         reason = meta.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, Mapping) else None
         if kind == "abort":

@@ -72,9 +72,7 @@ class Stopper:
             self._starts = [*self._starts, before][-self._longest :]
             whole = self._completed() if may_stop else None
             if whole is not None:
-                if (
-                    len(whole) == 1
-                ):  # nothing of its own text has been pushed: what is held is what came before it
+                if len(whole) == 1:  # nothing of its own text has been pushed: what is held is what came before it
                     return self._finish("stop", whole)
                 self._held = self._held[: max(0, self._starts[-len(whole)] - self._released)]
                 return self._finish("stop", whole, flush=False)

@@ -84,6 +84,8 @@ class Ends(Generic[Item]):
         """Raise IntegrityError unless the three tables say the same. For tests."""
         held = sorted((end, id(item)) for item, ends in self._ends.items() for end in ends)
         found = sorted((end, id(item)) for end, items in self._items.items() for item in items)
-        counted = sorted((scope, n) for scope, lengths in self._lengths.items() for n, k in lengths.items() for _ in range(k))
+        counted = sorted(
+            (scope, n) for scope, lengths in self._lengths.items() for n, k in lengths.items() for _ in range(k)
+        )
         if held != found or counted != sorted(end[:2] for end, _ in held):
             raise IntegrityError(f"ends: {len(held)} held, {len(found)} found, {len(counted)} counted")

@@ -455,9 +455,7 @@ def common_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, start: A
 
 
 @kernel("UniTuple(int64, 2)(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64)")
-def longest_run(
-    ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any
-) -> Any:
+def longest_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any) -> Any:
     """(start, length) of the longest run of tokens[:size] that equals ids[first:...], at most
     ids[first:last].
 
@@ -517,10 +515,7 @@ def longest_run(
     return best_start, best
 
 
-@kernel(
-    "int64(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], "
-    "int64, int64, int32[:, ::1])"
-)
+@kernel("int64(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64, int64, int32[:, ::1])")
 def lay_runs(
     ids: Any,
     first: Any,
@@ -710,9 +705,7 @@ class MatchIndex:
                     link = int(self.links[position - self.base, order])
                     if len(key) < length or SEAM in key:
                         if link != -1:
-                            raise IntegrityError(
-                                f"link {order} of {position} is {link}, but it has no such context"
-                            )
+                            raise IntegrityError(f"link {order} of {position} is {link}, but it has no such context")
                         continue
                     if link != last[order].get(key, -1):
                         raise IntegrityError(
@@ -727,9 +720,7 @@ class MatchIndex:
                 query = np.array(key, dtype=np.int32)
                 _, held = look_up(self.tokens, self.table, order, query, length)
                 if held != (position if present else -1):
-                    raise IntegrityError(
-                        f"order {order}: the table has {held} for a context last seen at {position}"
-                    )
+                    raise IntegrityError(f"order {order}: the table has {held} for a context last seen at {position}")
                 expected += present
         entries = int((self.table != _EMPTY).sum())
         if not expected == entries == int(self.used[0]):

@@ -137,9 +137,7 @@ def read(path: str | os.PathLike[str], fingerprint: str) -> list[SavedMemory]:
             "save it again with the version that is to read it"
         )
     if hashlib.blake2b(data[:-_DIGEST], digest_size=_DIGEST).digest() != data[-_DIGEST:]:
-        raise MemoryFormatError(
-            f"{name}: damaged (its checksum doesn't fit); restore it from a copy, or delete it"
-        )
+        raise MemoryFormatError(f"{name}: damaged (its checksum doesn't fit); restore it from a copy, or delete it")
     start = _PREFIX.size + header_length
     if start > len(data) - _DIGEST:
         raise MemoryFormatError(f"{name}: its header is longer than the file")

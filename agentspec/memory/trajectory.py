@@ -227,22 +227,16 @@ def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
         narrow = np.ascontiguousarray(tokens)
         place = int(_index.first_negative(narrow))
         if place >= 0:
-            raise InvalidRequestError(
-                f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}"
-            )
+            raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}")
         return narrow
     try:
         wide = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(
-            f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}"
-        ) from error
+        raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}") from error
     if wide.size == 0 and wide.ndim == 1:
         return np.empty(0, dtype=np.int32)
     if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
-        raise InvalidRequestError(
-            f"{what}: needed a flat sequence of integers, got shape {wide.shape} of {wide.dtype}"
-        )
+        raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got shape {wide.shape} of {wide.dtype}")
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 2**31 - 1:
         raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {low}..{high}")
@@ -478,9 +472,7 @@ class TrajectoryMemory:
             before = self._count
             layout: list[tuple[int, int, int]] = []
             writer = _Writer(self, ids)
-            self._lay(
-                writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout
-            )
+            self._lay(writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout)
             added = sum(segment.end - segment.start for segment in self.segments_from(before))
         self._grew()
         return added
@@ -591,9 +583,7 @@ class TrajectoryMemory:
         found, agreement, source = self._search(_index.copy_longest, context, min_match, max_match, recent, copied)
         return copied[:found], agreement, source
 
-    def _search(
-        self, search: Any, context: Context, min_match: int, max_match: int, recent: int, result: Int32
-    ) -> Any:
+    def _search(self, search: Any, context: Context, min_match: int, max_match: int, recent: int, result: Int32) -> Any:
         """One of index.py's kernels that look in the own output, the memory and the namespace's memory."""
         own, shared = context.index, self.shared
         with self.lock:
@@ -622,13 +612,9 @@ class TrajectoryMemory:
         """
         with self.lock:
             if not 0 <= position < self._index.size:
-                raise InvalidRequestError(
-                    f"copy: the memory holds {self._index.size} tokens, asked for {position}"
-                )
+                raise InvalidRequestError(f"copy: the memory holds {self._index.size} tokens, asked for {position}")
             _, end, source, _ = self._rows[self._segment_at(position)].tolist()
-            return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(
-                source
-            )
+            return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(source)
 
     # ---- invariants ---------------------------------------------------------------------------
 
@@ -661,9 +647,7 @@ class TrajectoryMemory:
                 context.index.check([(context.prompt_length, context.index.size)])
                 for start, end, place in context.layout.tolist():
                     if not np.array_equal(context.tokens[start:end], tokens[place : place + end - start]):
-                        raise IntegrityError(
-                            f"prompt tokens {start}..{end} are said to be held at {place}, and aren't"
-                        )
+                        raise IntegrityError(f"prompt tokens {start}..{end} are said to be held at {place}, and aren't")
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -678,18 +662,14 @@ class TrajectoryMemory:
         if held >= 0 and np.array_equal(tokens[held : held + length], ids[start:end]):
             return held
         index = self._index
-        held, run = _index.longest_run(
-            ids, start, end, index.tokens, index.size, index.links, index.table, TRIES
-        )
+        held, run = _index.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
         # Not inside a lead-in: no copy starts there.
         if run < length or held >= self._rows[self._segment_at(held), 1]:
             return -1
         self._held[identity] = held
         return int(held)
 
-    def _lay(
-        self, writer: _Writer, tile: Span, named: bool, identity: int, layout: list[tuple[int, int, int]]
-    ) -> None:
+    def _lay(self, writer: _Writer, tile: Span, named: bool, identity: int, layout: list[tuple[int, int, int]]) -> None:
         """Hold one message of a prompt: not at all anew, in part, or whole."""
         ids, start, end = writer.ids, tile.start, tile.end
         held = self._find_held(ids, start, end, identity)
@@ -724,9 +704,7 @@ class TrajectoryMemory:
         most = self.max_tokens
         need = tokens + tokens // 8 + 64  # seams and lead-ins
         if need > most:
-            raise MemoryBudgetError(
-                f"{tokens} tokens don't fit a memory of max_tokens={most}: allow at least {need}"
-            )
+            raise MemoryBudgetError(f"{tokens} tokens don't fit a memory of max_tokens={most}: allow at least {need}")
         if self._index.size + need > most:
             self.forget_oldest(max(0, min(most // 2, most - need)))
 

@@ -34,8 +34,18 @@ _SGLANG = {"draft_model": None, "memory_mb": None, "start_timeout": 1800.0, "sgl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="smollm2, a Hugging Face id, a directory or a GGUF file")
-    add("--engine", choices=("auto", "local", "sglang"), default="auto", help="auto: sglang where it is installed and a GPU is here")
-    add("--method", choices=tuple(METHODS), default="agentspec", help="how to draft; all but agentspec and off need SGLang")
+    add(
+        "--engine",
+        choices=("auto", "local", "sglang"),
+        default="auto",
+        help="auto: sglang where it is installed and a GPU is here",
+    )
+    add(
+        "--method",
+        choices=tuple(METHODS),
+        default="agentspec",
+        help="how to draft; all but agentspec and off need SGLang",
+    )
     add("--max-draft", type=int, metavar="N", help="most draft tokens a step (default: 16 here, SGLang's own there)")
     add("--proposer", help="match or mixture: what agentspec drafts with (default: match)")
     add("--device", help="cpu, cuda (default: a GPU where there is one)")
@@ -44,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     add("--api-keys", type=Path, metavar="FILE", help="lines `key` or `tenant key`; or one key in AGENTSPEC_API_KEY")
     add("--otlp-endpoint", metavar="URL", help="send spans to this collector (SGLang: its gRPC port)")
-    add("--shutdown-timeout", type=float, default=5.0, metavar="S", help="for calls under way at the end (default: %(default)s)")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="for calls under way at the end (default: %(default)s)",
+    )
     local = parser.add_argument_group("the embedded engine").add_argument
     local("--max-requests", type=int, metavar="N", help="under way at once; beyond: 429 (default: 64)")
     local("--max-body-mb", type=float, metavar="MB", help="of a request; beyond: 413 (default: 16)")
@@ -53,10 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     local("--kv-gb", type=float, metavar="GB", help="most keys and values kept (default: a quarter of the memory)")
     local("--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its chat template tells)")
     sglang = parser.add_argument_group("SGLang").add_argument
-    sglang("--draft-model", metavar="MODEL", help="for standalone, eagle, eagle3; mtp where the model has no layer of its own")
+    sglang(
+        "--draft-model",
+        metavar="MODEL",
+        help="for standalone, eagle, eagle3; mtp where the model has no layer of its own",
+    )
     sglang("--memory-mb", type=float, metavar="MB", help="of all trajectory memories (default: the plugin's)")
     sglang("--start-timeout", type=float, metavar="S", help="until SGLang answers (default: 1800)")
-    sglang("--sglang", metavar="OPTIONS", help="further options of sglang.launch_server, as one argument: '--tp-size 2'")
+    sglang(
+        "--sglang", metavar="OPTIONS", help="further options of sglang.launch_server, as one argument: '--tp-size 2'"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,7 +173,9 @@ def _sglang(args: argparse.Namespace) -> int:
         otlp_endpoint=args.otlp_endpoint,
         more=shlex.split(args.sglang or ""),
     )
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, f"[{args.host}]" if ":" in args.host else args.host)
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        args.host, f"[{args.host}]" if ":" in args.host else args.host
+    )
     return serve_sglang(
         SGLangServer(
             words,

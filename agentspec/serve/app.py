@@ -244,7 +244,9 @@ class _Stream(Response):
     """Server-sent events. An error before the first token has its own status; one after it is the last event."""
 
     def __init__(self, call: _Call) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
         self._call = call
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -282,7 +284,9 @@ def _whole_characters(raw: bytes) -> None:
         try:
             json.dumps(json.loads(raw), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the body holds half of a surrogate pair, which is no character: {error}") from None
+            raise InvalidRequestError(
+                f"the body holds half of a surrogate pair, which is no character: {error}"
+            ) from None
 
 
 def _invalid(error: RequestValidationError) -> dict[str, Any]:

@@ -102,7 +102,9 @@ class Gate:
         tenant = "" if not self._keys or path in _OPEN else self._tenant(headers.get(b"authorization", b""))
         if tenant is None:
             text = "needed an API key that this server knows, as `Authorization: Bearer KEY`"
-            await _answer(sending, 401, text, "invalid_request_error", "invalid_api_key", ("www-authenticate", "Bearer"))
+            await _answer(
+                sending, 401, text, "invalid_request_error", "invalid_api_key", ("www-authenticate", "Bearer")
+            )
             return
         scope.setdefault("state", {})["tenant"] = tenant
         if path not in _WORK:

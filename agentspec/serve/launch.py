@@ -74,7 +74,9 @@ def command(
     if draft_model is not None and method not in (*_NEEDS_DRAFT_MODEL, "mtp"):
         raise InvalidRequestError(f"--draft-model: --method {method} drafts without a model")
     if max_draft is not None and (algorithm is None or max_draft < 1):
-        raise InvalidRequestError(f"--max-draft {max_draft}: with --method {method} nothing is drafted; use --method off alone")
+        raise InvalidRequestError(
+            f"--max-draft {max_draft}: with --method {method} nothing is drafted; use --method off alone"
+        )
     if algorithm is not None:
         words += ["--speculative-algorithm", algorithm]
     if draft_model is not None:

@@ -49,7 +49,9 @@ def serve_local(
     with contextlib.closing(bound(host, port)) as listening:
         address, port = listening.getsockname()[:2]
         if not keys and not _is_loopback(address):
-            notice(f"listening on {address} without an API key: whoever reaches this port can use the model (--api-keys)")
+            notice(
+                f"listening on {address} without an API key: whoever reaches this port can use the model (--api-keys)"
+            )
         metrics = set_up(otlp_endpoint)
         with make_engine() as engine:
             app = make_app(engine, name=name, keys=keys, limits=limits, metrics=metrics)
@@ -90,7 +92,9 @@ def _signals_end(server: Any) -> Iterator[None]:
 def bound(host: str, port: int) -> socket.socket:
     """A socket on that address, not listening yet: connections are refused until the model is loaded."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         made = socket.socket(family, kind, protocol)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -246,11 +246,15 @@ def _completion(request: CompletionRequest, options: dict[str, Any]) -> str | tu
     if not prompt:
         raise InvalidRequestError("prompt: needed a text or token ids, got nothing")
     if request.best_of not in (None, request.n or 1):
-        raise InvalidRequestError(f"best_of: this server gives every choice that it makes; needed n, got {request.best_of}")
+        raise InvalidRequestError(
+            f"best_of: this server gives every choice that it makes; needed n, got {request.best_of}"
+        )
     options.setdefault("max_tokens", 16)  # OpenAI's default
     if request.logprobs is not None:
         if request.echo:
-            raise InvalidRequestError("echo: the prompt's log probabilities aren't computed; ask for one of echo and logprobs")
+            raise InvalidRequestError(
+                "echo: the prompt's log probabilities aren't computed; ask for one of echo and logprobs"
+            )
         options["logprobs"], options["top_logprobs"] = True, request.logprobs
     return prompt if isinstance(prompt, str) else tuple(prompt)
 
@@ -264,7 +268,8 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         told["content"] = "".join(part["text"] for part in content)
     if not isinstance(told.get("tool_calls", []), list) or not all(
-        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in told.get("tool_calls", [])
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+        for call in told.get("tool_calls", [])
     ):
         raise InvalidRequestError(f"messages[{number}].tool_calls: needed a list of calls")
     return told
@@ -293,7 +298,9 @@ def _own(params: Mapping[str, Any]) -> tuple[str | None, str | None, bool, tuple
     own = {key[len(_PREFIX) :]: value for key, value in params.items() if value is not None}
     for key in ("trajectory", "namespace"):
         if key in own and (not isinstance(own[key], str) or not own[key]):
-            raise InvalidRequestError(f"custom_params.{_PREFIX}{key}: needed a text that isn't empty, got {own[key]!r:.80}")
+            raise InvalidRequestError(
+                f"custom_params.{_PREFIX}{key}: needed a text that isn't empty, got {own[key]!r:.80}"
+            )
     draft = own.get("draft", True)
     if not isinstance(draft, bool):
         raise InvalidRequestError(f"custom_params.{_PREFIX}draft: needed true or false, got {draft!r:.80}")
@@ -301,7 +308,9 @@ def _own(params: Mapping[str, Any]) -> tuple[str | None, str | None, bool, tuple
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError(f"custom_params.{_PREFIX}seed_texts: needed a list of texts")
     ids = own.get("seed_ids", [])
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < 2**31 for i in ids):
+    if not isinstance(ids, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and -1 <= i < 2**31 for i in ids
+    ):
         raise InvalidRequestError(f"custom_params.{_PREFIX}seed_ids: needed token ids, -1 between pieces")
     pieces: list[list[int]] = [[]]
     for token in ids:

@@ -42,7 +42,13 @@ class Shape:
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         stats = results[0].stats
         choices = [self._choice(result) for result in results]
-        return {"object": self.kind, **self._head, "choices": choices, **self._figures(stats), "usage": self._usage(stats)}
+        return {
+            "object": self.kind,
+            **self._head,
+            "choices": choices,
+            **self._figures(stats),
+            "usage": self._usage(stats),
+        }
 
     def _choice(self, result: GenerationResult) -> dict[str, Any]:
         raise NotImplementedError
@@ -194,7 +200,10 @@ class CompletionShape(Shape):
 
     def _choice(self, result: GenerationResult) -> dict[str, Any]:
         return self._told(
-            result.index, self._echoed() + result.text, self._logprobs(result.index, result.logprobs), result.finish_reason
+            result.index,
+            self._echoed() + result.text,
+            self._logprobs(result.index, result.logprobs),
+            result.finish_reason,
         )
 
     def _echoed(self) -> str:

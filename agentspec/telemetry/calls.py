@@ -225,9 +225,7 @@ class ChatSpan:
                 self.span.set_attributes({n.DRIFT: drift.words, n.DRIFT_CAUSE: drift.cause.value})
             if self._text is not None:
                 reason = getattr(stats, "finish_reason", "") or "error"
-                self.span.set_attribute(
-                    n.OUTPUT_MESSAGES, output_json("".join(self._text), reason, OPTIONS.limit())
-                )
+                self.span.set_attribute(n.OUTPUT_MESSAGES, output_json("".join(self._text), reason, OPTIONS.limit()))
             if abandoned:
                 self.span.set_attribute(n.ABANDONED, True)
                 self.span.set_attribute(n.FINISH_REASONS, ["abort"])

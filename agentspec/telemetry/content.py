@@ -59,9 +59,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = str(message.get("role", "")), message.get("content")
     parts: list[dict[str, Any]] = []
     if role == "tool":
-        parts.append(
-            {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": _plain(content)}
-        )
+        parts.append({"type": "tool_call_response", "id": message.get("tool_call_id"), "response": _plain(content)})
     elif content:
         parts.append(_text_part(_plain(content)))
     for call in message.get("tool_calls") or ():
@@ -81,9 +79,7 @@ def _plain(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):  # the parts of OpenAI's format
-        return "".join(
-            str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content
-        )
+        return "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
     return "" if content is None else str(content)
 
 
@@ -92,9 +88,7 @@ def _text_part(words: str) -> dict[str, Any]:
 
 
 def _cut(message: dict[str, Any], longest: int) -> dict[str, Any]:
-    parts = [
-        {key: _cut_part(key, value, longest) for key, value in part.items()} for part in message["parts"]
-    ]
+    parts = [{key: _cut_part(key, value, longest) for key, value in part.items()} for part in message["parts"]]
     return {**message, "parts": parts}
 
 

@@ -189,6 +189,4 @@ def _words(cause: Cause, calls: Sequence[_Seen]) -> str:
         full = f"{priced} of {steps} steps went without a draft because the batch was full"
         return f"{cause.value}: {full}; {figures}"
     news = next((c.fingerprint for c in reversed(calls) if c.changed), None)
-    return (
-        f"{cause.value} to {news}: what was remembered does not line up with it any more ({rate}); {figures}"
-    )
+    return f"{cause.value} to {news}: what was remembered does not line up with it any more ({rate}); {figures}"

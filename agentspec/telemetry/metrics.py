@@ -60,9 +60,7 @@ class Instruments:
         held = n.MEMORY_BYTES
         meter.create_observable_gauge(held.name, [_memory], held.unit, held.meaning)
 
-    def record(
-        self, common: dict[str, Any], agent: str, seconds: float, stats: Any, drift: Drift | None
-    ) -> None:
+    def record(self, common: dict[str, Any], agent: str, seconds: float, stats: Any, drift: Drift | None) -> None:
         """One call. common: the conventional metric attributes, error.type among them where it failed;
         stats: None where nothing was measured. All of it is low in cardinality: no trajectory ids."""
         self._duration.record(seconds, common)

@@ -109,17 +109,11 @@ SEED = _attribute("gen_ai.request.seed", "int", INFERENCE, "the sampling seed")
 STOP = _attribute("gen_ai.request.stop_sequences", "str[]", INFERENCE, "stop strings")
 PRESENCE_PENALTY = _attribute("gen_ai.request.presence_penalty", "float", INFERENCE, "presence_penalty")
 FREQUENCY_PENALTY = _attribute("gen_ai.request.frequency_penalty", "float", INFERENCE, "frequency_penalty")
-FINISH_REASONS = _attribute(
-    "gen_ai.response.finish_reasons", "str[]", INFERENCE, "[stop], [length] or [abort]"
-)
+FINISH_REASONS = _attribute("gen_ai.response.finish_reasons", "str[]", INFERENCE, "[stop], [length] or [abort]")
 FIRST_CHUNK = _attribute("gen_ai.response.time_to_first_chunk", "float", INFERENCE, "s, queueing included")
-INPUT_TOKENS = _attribute(
-    "gen_ai.usage.input_tokens", "int", INFERENCE, "prompt tokens, reused ones included"
-)
+INPUT_TOKENS = _attribute("gen_ai.usage.input_tokens", "int", INFERENCE, "prompt tokens, reused ones included")
 OUTPUT_TOKENS = _attribute("gen_ai.usage.output_tokens", "int", INFERENCE, "output tokens, EOS included")
-CACHE_READ = _attribute(
-    "gen_ai.usage.cache_read.input_tokens", "int", INFERENCE, "prompt tokens with KV at hand"
-)
+CACHE_READ = _attribute("gen_ai.usage.cache_read.input_tokens", "int", INFERENCE, "prompt tokens with KV at hand")
 INPUT_MESSAGES = _attribute("gen_ai.input.messages", "str", INFERENCE, "JSON; on opt-in only, cut")
 OUTPUT_MESSAGES = _attribute("gen_ai.output.messages", "str", INFERENCE, "JSON; on opt-in only, cut")
 TOOL_ARGUMENTS = _attribute("gen_ai.tool.call.arguments", "str", AGENT, "JSON; on opt-in only, cut")
@@ -134,15 +128,11 @@ ABANDONED = _attribute("agentspec.abandoned", "bool", OURS, "its consumer left b
 QUEUE_MS = _attribute("agentspec.queue_ms", "float", OURS, "waiting for the engine, ms")
 PREFILL_MS = _attribute("agentspec.first_token_ms", "float", OURS, "from the request to its first token, ms")
 REUSED = _attribute("agentspec.reused_tokens", "int", OURS, "prompt tokens whose KV was there already")
-DIVERGENCE = _attribute(
-    "agentspec.first_divergence", "int", OURS, "first prompt position unlike the last context"
-)
+DIVERGENCE = _attribute("agentspec.first_divergence", "int", OURS, "first prompt position unlike the last context")
 SPLICED = _attribute("agentspec.spliced_tokens", "int", OURS, "prompt tokens taken over as generated")
 ITL_MEAN = _attribute("agentspec.itl.mean_ms", "float", OURS, "(last - first arrival) / (tokens - 1), ms")
 ITL_TOKEN = _family("agentspec.itl.token", "float", OURS, "gap per token: mean_ms, p50_ms, p95_ms, max_ms")
-ITL_ARRIVAL = _family(
-    "agentspec.itl.arrival", "float", OURS, "gap per arrival: mean_ms, p50_ms, p95_ms, max_ms"
-)
+ITL_ARRIVAL = _family("agentspec.itl.arrival", "float", OURS, "gap per arrival: mean_ms, p50_ms, p95_ms, max_ms")
 STEPS = _attribute("agentspec.verify_steps", "int", OURS, "forward passes that emitted tokens")
 TOKENS_PER_STEP = _attribute("agentspec.tokens_per_step", "float", OURS, "output tokens / verify steps")
 PROPOSED = _attribute("agentspec.proposed", "int", OURS, "draft tokens sent to verification")
@@ -154,25 +144,19 @@ ACCEPTANCE_BAND = _attribute(
     OURS,
     "acceptance_rate in fifths, or none: Jaeger searches equal values only",
 )
-CONDITIONAL = _attribute(
-    "agentspec.conditional_acceptance", "float", OURS, "accepted / (accepted + first mismatches)"
-)
+CONDITIONAL = _attribute("agentspec.conditional_acceptance", "float", OURS, "accepted / (accepted + first mismatches)")
 BY_SOURCE = _family("agentspec.accepted_from", "int", OURS, "accepted tokens by the memory's source")
 MEAN_WIDTH = _attribute("agentspec.mean_width", "float", OURS, "draft tokens a step")
 DEPTH = _attribute("agentspec.proposed_depth", "int", OURS, "sum over steps of the draft's longest path")
 NO_DRAFT = _attribute("agentspec.no_draft", "bool", OURS, "no draft token was proposed in this call")
 NOT_DRAFTED = _family("agentspec.not_drafted", "int", OURS, "steps without a draft, by reason")
-PROPOSER_SHARE = _attribute(
-    "agentspec.proposer_share", "float", OURS, "proposer time / (proposer + forward time)"
-)
+PROPOSER_SHARE = _attribute("agentspec.proposer_share", "float", OURS, "proposer time / (proposer + forward time)")
 PROPOSER_MS = _attribute("agentspec.proposer_ms", "float", OURS, "time in the proposer, ms")
 FORWARD_MS = _attribute("agentspec.forward_ms", "float", OURS, "time in the model's forwards, ms")
 V = _attribute("agentspec.v", "str", OURS, "v(n) in force at the widths used: 'v(1)=1.00 v(5)=1.87'")
 BREAK_EVEN = _attribute("agentspec.break_even", "float", OURS, "tokens per step from which drafting paid")
 BELOW = _attribute("agentspec.below_break_even", "bool", OURS, "tokens_per_step < break_even")
-SAVED_MS = _attribute(
-    "agentspec.time_saved_ms", "float", OURS, "estimated against plain decoding, ms; may be < 0"
-)
+SAVED_MS = _attribute("agentspec.time_saved_ms", "float", OURS, "estimated against plain decoding, ms; may be < 0")
 SAVED_HOW = _attribute("agentspec.time_saved.how", "str", OURS, "how that was estimated")
 SEED_USED = _attribute("agentspec.seed", "int", OURS, "what was drawn with, given or made up")
 NEAR_TIES = _attribute("agentspec.near_ties", "int", OURS, "positions decided again at n = 1")
@@ -196,9 +180,7 @@ DRIFT_CAUSE = _attribute("agentspec.drift.cause", "str", OURS, "the same, as one
 
 STEP_EVENT = "agentspec.verify_step"
 STEP_NUMBER = _attribute("agentspec.step.number", "int", OURS, "which of the call's steps, from 0")
-STEP_MS = _attribute(
-    "agentspec.step.ms", "float", OURS, "since the step before, ms; for step 0 since the request"
-)
+STEP_MS = _attribute("agentspec.step.ms", "float", OURS, "since the step before, ms; for step 0 since the request")
 STEP_TOKENS = _attribute("agentspec.step.tokens", "int", OURS, "tokens it emitted")
 STEP_PROPOSED = _attribute("agentspec.step.proposed", "int", OURS, "draft tokens it verified")
 STEP_ACCEPTED = _attribute("agentspec.step.accepted", "int", OURS, "draft tokens it accepted")
@@ -239,9 +221,7 @@ TOKEN_USAGE = _metric(
     (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864),
 )
 _RATIO = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-ACCEPTANCE_RATE = _metric(
-    "agentspec.acceptance_rate", "histogram", "1", OURS, "accepted / proposed, a call", _RATIO
-)
+ACCEPTANCE_RATE = _metric("agentspec.acceptance_rate", "histogram", "1", OURS, "accepted / proposed, a call", _RATIO)
 CONDITIONAL_ACCEPTANCE = _metric(
     "agentspec.conditional_acceptance",
     "histogram",
@@ -258,9 +238,5 @@ STEP_TOKENS_METRIC = _metric(
     "Output tokens / verify steps, a call.",
     (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0),
 )
-MEMORY_BYTES = _metric(
-    "agentspec.memory.bytes", "gauge", "By", OURS, "Bytes held by the trajectory memories."
-)
-DRIFTED_CALLS = _metric(
-    "agentspec.drift.calls", "counter", "{call}", OURS, "Calls in which drift was said, by cause."
-)
+MEMORY_BYTES = _metric("agentspec.memory.bytes", "gauge", "By", OURS, "Bytes held by the trajectory memories.")
+DRIFTED_CALLS = _metric("agentspec.drift.calls", "counter", "{call}", OURS, "Calls in which drift was said, by cause.")

@@ -67,9 +67,7 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
     assert context is not None
     written: dict[str, Any] = {
         **_ids(context),
-        "flags": int(context.trace_flags)
-        | 0x100
-        | (0x200 if span.parent is not None and span.parent.is_remote else 0),
+        "flags": int(context.trace_flags) | 0x100 | (0x200 if span.parent is not None and span.parent.is_remote else 0),
         "name": span.name,
         "kind": span.kind.value + 1,
         "startTimeUnixNano": str(span.start_time),

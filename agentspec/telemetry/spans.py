@@ -66,9 +66,7 @@ class Run:
 
     __slots__ = ("_describe", "_ended", "_pid", "context", "span")
 
-    def __init__(
-        self, span: Span, context: Context, describe: Callable[[], Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, span: Span, context: Context, describe: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self.span = span
         self.context = context
         self._describe = describe
@@ -78,9 +76,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.end(error)
 
     def result(self, value: Any) -> None:
@@ -187,9 +183,7 @@ def tool(
         attributes[n.TOOL_DESCRIPTION] = text(described.splitlines()[0], _MESSAGE_LIMIT)
     if trajectory is not None:
         attributes |= {n.CONVERSATION: trajectory.id, n.AGENT_NAME: trajectory.name}
-    span = current.start_span(
-        f"execute_tool {name}", context=above, kind=SpanKind.INTERNAL, attributes=attributes
-    )
+    span = current.start_span(f"execute_tool {name}", context=above, kind=SpanKind.INTERNAL, attributes=attributes)
     if span.is_recording() and OPTIONS.wants_content():
         span.set_attribute(n.TOOL_ARGUMENTS, text(_arguments(function, args, kwargs), OPTIONS.limit()))
     context = trace.set_span_in_context(span, above)

@@ -28,7 +28,11 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": name,
-            "parameters": {"type": "object", "properties": {"path": {"enum": ["a.txt", "b.txt"]}}, "required": ["path"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"enum": ["a.txt", "b.txt"]}},
+                "required": ["path"],
+            },
         },
     }
     for name in ("read_file", "list_files")
@@ -134,9 +138,7 @@ class EngineSuite:
         full = run(engine).token_ids
         for stop in (full[6], list(full[6:8])):
             sequence = [stop] if isinstance(stop, int) else stop
-            end = next(
-                i + len(sequence) for i in range(len(full)) if list(full[i : i + len(sequence)]) == sequence
-            )
+            end = next(i + len(sequence) for i in range(len(full)) if list(full[i : i + len(sequence)]) == sequence)
             got = run(engine, stop_token_ids=[stop])
             assert got.token_ids == full[:end]
             assert got.finish_reason == "stop" and got.stop_reason == tuple(sequence)
@@ -226,7 +228,17 @@ class EngineSuite:
         [
             (Grammar.regex("[ab]{3,5}"), "[ab]{3,5}"),
             (Grammar.choice(["yes, sir", "no"]), "yes, sir|no"),
-            (Grammar.json_schema({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}), r'\{\s?"a"\s?:\s?(1|22)\s?\}'),
+            (
+                Grammar.json_schema(
+                    {
+                        "type": "object",
+                        "properties": {"a": {"enum": [1, 22]}},
+                        "required": ["a"],
+                        "additionalProperties": False,
+                    }
+                ),
+                r'\{\s?"a"\s?:\s?(1|22)\s?\}',
+            ),
             (Grammar.ebnf('root ::= "x" [0-9] "y"'), "x[0-9]y"),
         ],
         ids=["regex", "choice", "schema", "ebnf"],

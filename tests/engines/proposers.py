@@ -18,9 +18,7 @@ class ScriptedProposer:
 
     name = "scripted"
 
-    def __init__(
-        self, script: Callable[[np.ndarray, DraftLimits], tuple[Sequence[int], Sequence[int] | None]]
-    ) -> None:
+    def __init__(self, script: Callable[[np.ndarray, DraftLimits], tuple[Sequence[int], Sequence[int] | None]]) -> None:
         self.script = script
         self.open: dict[int, int] = {}
         self.drafts: list[Draft] = []
@@ -90,9 +88,7 @@ def oracle(full: Sequence[int], width: int = 8) -> Callable[..., tuple[Sequence[
     return lambda context, limits: (list(full)[len(context) : len(context) + width], None)
 
 
-def adversary(
-    full: Sequence[int], vocabulary: int, width: int = 8
-) -> Callable[..., tuple[Sequence[int], None]]:
+def adversary(full: Sequence[int], vocabulary: int, width: int = 8) -> Callable[..., tuple[Sequence[int], None]]:
     """Right for a while, then wrong by one, each step at another place."""
 
     def script(context: np.ndarray, limits: DraftLimits) -> tuple[Sequence[int], None]:

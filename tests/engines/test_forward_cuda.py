@@ -154,7 +154,11 @@ def test_buckets_hold_what_is_asked() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from([5, 17, 60, 485, 500, 740]), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 99))
+@given(
+    st.sampled_from([5, 17, 60, 485, 500, 740]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
 def test_bits_do_not_depend_on_the_draft(kind: str, prefix: int, widths: list[int], seed: int) -> None:
     """One width: rows verified together, over a bucket's end too, and rows by themselves."""
     forward = graph_forward(kind)
@@ -265,7 +269,11 @@ def test_what_is_no_tree_is_refused_and_changes_nothing() -> None:
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90), st.sampled_from(["step", "crop", "drop", "tree"])), max_size=14))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 90), st.sampled_from(["step", "crop", "drop", "tree"])), max_size=14
+    )
+)
 def test_caches_take_turns(turns: list[tuple[int, int, str]]) -> None:
     """Each cache goes on as if it were alone, whatever the others did, and whichever of them went away."""
     forward = graph_forward("qwen2", (4, 16), True)
@@ -412,7 +420,9 @@ def test_bfloat16_says_the_noise_that_it_saw() -> None:
 
 def engine_with(kind: str, script: Any, widths: tuple[int, ...], trees: bool | None, monkeypatch: Any) -> LocalEngine:
     monkeypatch.setattr(
-        Forward, "load", staticmethod(lambda model, fast=True: GraphForward(StockForward(model), widths, trees, Recorder()))
+        Forward,
+        "load",
+        staticmethod(lambda model, fast=True: GraphForward(StockForward(model), widths, trees, Recorder())),
     )
     return LocalEngine(
         tiny.model(kind),
@@ -452,7 +462,9 @@ def test_an_engines_trajectories_keep_their_own_keys_and_values(monkeypatch: pyt
         prompts = [tokens(200 + 30 * i, seed=i).tolist() for i in range(3)]
         for call in range(3):
             for i, trajectory in enumerate(runs):
-                request = GenerationRequest.of(input_ids=prompts[i], max_tokens=8, ignore_eos=True, trajectory=trajectory)
+                request = GenerationRequest.of(
+                    input_ids=prompts[i], max_tokens=8, ignore_eos=True, trajectory=trajectory
+                )
                 result = engine.generate(request).result()
                 assert result.stats.reused_tokens == (0 if call == 0 else len(prompts[i]) - 4)
                 alone = engine.generate(

@@ -48,9 +48,7 @@ def one_thread() -> Any:
 
 
 def request(prompt: list[int] | None = None, **options: Any) -> GenerationRequest:
-    return GenerationRequest(
-        **{"input_ids": prompt or PROMPT, "max_tokens": 24, "ignore_eos": True, **options}
-    )
+    return GenerationRequest(**{"input_ids": prompt or PROMPT, "max_tokens": 24, "ignore_eos": True, **options})
 
 
 def run(engine: LocalEngine, prompt: list[int] | None = None, **options: Any) -> GenerationResult:

@@ -44,9 +44,7 @@ def run(engine: LocalEngine, prompt: list[int] | None = None, **options: Any) ->
     return engine.generate(GenerationRequest.of(input_ids=prompt or ids_of(), **options)).result()
 
 
-def plain(
-    make: Make, prompt: list[int] | None = None, engine: dict[str, Any] | None = None, **options: Any
-) -> Any:
+def plain(make: Make, prompt: list[int] | None = None, engine: dict[str, Any] | None = None, **options: Any) -> Any:
     return run(make(**{**(engine or {}), "max_draft": 0}), prompt, **options)
 
 
@@ -126,9 +124,7 @@ def test_greedy_and_seeded_equal_plain_for_any_draft(data: st.DataObject) -> Non
     options["repetition_penalty"] = data.draw(st.sampled_from([1.0, 1.3, 0.8]))
     options["presence_penalty"] = data.draw(st.sampled_from([0.0, 0.7]))
     options["frequency_penalty"] = data.draw(st.sampled_from([0.0, 0.4]))
-    options["logit_bias"] = data.draw(
-        st.dictionaries(st.integers(0, vocabulary - 1), st.floats(-9, 9), max_size=3)
-    )
+    options["logit_bias"] = data.draw(st.dictionaries(st.integers(0, vocabulary - 1), st.floats(-9, 9), max_size=3))
     options["bad_words"] = data.draw(
         st.lists(st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=3), max_size=3)
     )
@@ -143,9 +139,7 @@ def test_greedy_and_seeded_equal_plain_for_any_draft(data: st.DataObject) -> Non
         wanted = run(engine, prompt, draft=False, logprobs=True, **options)
     full = prompt + list(wanted.token_ids)
     names = sorted(scripts(full, vocabulary))
-    proposer.script = scripts(full, vocabulary, data.draw(st.integers(0, 99)))[
-        data.draw(st.sampled_from(names))
-    ]
+    proposer.script = scripts(full, vocabulary, data.draw(st.integers(0, 99)))[data.draw(st.sampled_from(names))]
     same(run(engine, prompt, logprobs=True, **options), wanted)
 
 
@@ -506,9 +500,7 @@ def test_n_choices(tiny_engine: Make) -> None:
     assert [r.index for r in results] == [0, 1, 2]
     assert results[0].token_ids == run(engine, **options).token_ids
     assert len({r.token_ids for r in results}) == 3
-    undrafted = (
-        tiny_engine(max_draft=0).generate(GenerationRequest(input_ids=ids_of(), n=3, **options)).results()
-    )
+    undrafted = tiny_engine(max_draft=0).generate(GenerationRequest(input_ids=ids_of(), n=3, **options)).results()
     for got, wanted in zip(results, undrafted, strict=True):
         assert (got.token_ids, got.text, got.finish_reason) == (
             wanted.token_ids,

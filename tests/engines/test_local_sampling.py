@@ -158,9 +158,7 @@ def biased_draft(model: Any, options: dict[str, Any]) -> Any:
     second = {int(a): np.argsort(-reference(model, [*PROMPT, int(a)], options)) for a in first[:3]}
     tokens = [int(first[1]), int(second[int(first[1])][0]), int(first[0]), int(second[int(first[0])][1])]
     parents = [-1, 0, -1, 2]
-    return lambda context, limits: (
-        (tokens, parents) if limits.tree and limits.max_depth > 1 else (tokens[:1], None)
-    )
+    return lambda context, limits: (tokens, parents) if limits.tree and limits.max_depth > 1 else (tokens[:1], None)
 
 
 def distribution_case(make: Make, name: str, count: int) -> None:

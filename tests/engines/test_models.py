@@ -34,7 +34,9 @@ class TestFind:
             models.find(tmp_path)
 
     def test_a_hub_id(self):
-        assert models.find("someone/some-model") == models.ModelSource("someone/some-model", "hub", "someone/some-model")
+        assert models.find("someone/some-model") == models.ModelSource(
+            "someone/some-model", "hub", "someone/some-model"
+        )
 
     @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "missing.gguf", "a/b/c", "", "two words"])
     def test_nothing_there(self, name):

@@ -132,7 +132,8 @@ def test_text_without_ids_is_weighed_by_the_usage(client: Any) -> None:
     halves = (TEXT[:10], TEXT[10:])
     events = [chunk({"text": text, "finish_reason": None}) for text in halves]
     engine, server = client(
-        "somebody", streams(*events, chunk({"text": "", "finish_reason": "length"}), chunk(None, usage=usage(40))),
+        "somebody",
+        streams(*events, chunk({"text": "", "finish_reason": "length"}), chunk(None, usage=usage(40))),
         api="completions",
     )
     got = engine.generate(GenerationRequest(input_ids=[5], max_tokens=2)).result()

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.fast
 VOCABULARY = 300
 
 
-def sampler(
-    context: Any = (1, 2, 3), ending: Any = (), seed: int = 0, index: int = 0, **options: Any
-) -> Sampler:
+def sampler(context: Any = (1, 2, 3), ending: Any = (), seed: int = 0, index: int = 0, **options: Any) -> Sampler:
     words = options.pop("bad_ids", ())
     noise = options.pop("noise", 0.0)
     constraint = options.pop("constraint", None)
@@ -175,9 +173,7 @@ def test_context_grows_with_the_output() -> None:
     assert chooser.position == 200
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.4}]
-)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.4}])
 def test_what_is_no_close_call_does_not_turn(options: dict[str, Any]) -> None:
     """Logits moved by up to `noise` choose the same wherever close_call says no; and it is said rarely."""
     noise = 2e-3

@@ -153,7 +153,10 @@ def test_a_busy_server_is_asked_again_when_it_said(client: Any, status: int) -> 
     [
         ({"error": {"message": "bad regex", "code": 400}}, InvalidRequestError),
         ({"error": {"message": "out of memory", "code": 500}}, ServerError),
-        ({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no", "status_code": 400}}}, InvalidRequestError),
+        (
+            {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no", "status_code": 400}}},
+            InvalidRequestError,
+        ),
         ({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no"}}}, ServerError),
     ],
 )

@@ -98,7 +98,12 @@ def test_stand_ins_are_weighed(given: Any, total: int, expected: Any) -> None:
 def test_what_a_server_says_of_itself() -> None:
     info = server_info(
         {"model_path": "/models/a", "served_model_name": "a", "tokenizer_path": "/models/t"},
-        {"speculative_algorithm": "AGENTSPEC", "context_length": None, "max_req_input_len": 4090, "grammar_backend": "xgrammar"},
+        {
+            "speculative_algorithm": "AGENTSPEC",
+            "context_length": None,
+            "max_req_input_len": 4090,
+            "grammar_backend": "xgrammar",
+        },
     )
     assert (info.model, info.path, info.context_length, info.plugin) == ("a", "/models/t", 4090, True)
     assert info.notices == [] and not info.seeded
@@ -123,7 +128,9 @@ def test_seeds_are_taken_and_given_back() -> None:
     one, trajectory = Conversation(), Trajectory()
     trajectory.seed("a")
     trajectory.seed("b")
-    assert [s.content for s in one.new_seeds(trajectory)] == ["a", "b"] == [s.content for s in one.new_seeds(trajectory)]
+    assert (
+        [s.content for s in one.new_seeds(trajectory)] == ["a", "b"] == [s.content for s in one.new_seeds(trajectory)]
+    )
     one.take_seeds(trajectory, 2)
     assert one.new_seeds(trajectory) == []
     one.take_seeds(trajectory, -1)

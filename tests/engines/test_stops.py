@@ -123,9 +123,7 @@ def test_of_two_stops_the_one_that_ends_first(tiny_tokenizer: Any) -> None:
 def test_equals_the_definition(tiny_tokenizer: Any, data: st.DataObject) -> None:
     """Against brute force: the first token at which a stop is complete; the pieces join to the text before it; nothing
     is shown that a stop would have cut."""
-    ids = data.draw(
-        st.lists(st.sampled_from(tiny_tokenizer("ab aab é, abba\n😀 The quick").input_ids), max_size=30)
-    )
+    ids = data.draw(st.lists(st.sampled_from(tiny_tokenizer("ab aab é, abba\n😀 The quick").input_ids), max_size=30))
     whole = tiny_tokenizer.decode(ids)
     texts = data.draw(st.lists(st.text("ab é,T", min_size=1, max_size=4), max_size=3))
     if whole and data.draw(st.booleans()):

@@ -34,10 +34,7 @@ def find(
     recent: int,
 ) -> list[Row]:
     """Rows as MatchIndex.find gives them. segments: (start, end, source)."""
-    own = [
-        (IN_OUTPUT, p, agreement(context, p, context, max_match), 3, -1)
-        for p in range(prompt_length, len(context))
-    ]
+    own = [(IN_OUTPUT, p, agreement(context, p, context, max_match), 3, -1) for p in range(prompt_length, len(context))]
     held = [
         (IN_MEMORY, p, agreement(memory, p, context, max_match), source, end)
         for start, end, source in segments

@@ -24,11 +24,7 @@ USE = (
 
 
 def run(code: str, package: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("NUMBA_", "AGENTSPEC_", "PYTHON"))
-    }
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "AGENTSPEC_", "PYTHON"))}
     return subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
         cwd=package,
@@ -91,9 +87,7 @@ def test_where_nothing_can_be_written_a_private_directory_serves(package: Path, 
 
 
 @pytest.mark.fast
-def test_a_private_directory_that_is_not_ours_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
     path = Path(kernels._private_directory())
     assert path.is_dir() and stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -105,9 +99,7 @@ def test_a_private_directory_that_is_not_ours_is_not_used(
     path.unlink()
     path.write_text("")
     assert kernels._private_directory() == ""
-    monkeypatch.setattr(
-        kernels.tempfile, "gettempdir", lambda: str(path)
-    )  # a file: nothing can be made in it
+    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(path))  # a file: nothing can be made in it
     assert kernels._private_directory() == ""
 
 

@@ -210,9 +210,7 @@ class Machine(RuleBasedStateMachine):
     def save_and_load(self) -> None:
         path = self.directory / "memory"
         self.store.save(path)
-        other = MemoryStore(
-            self.store.budget_bytes, fingerprint="t", namespace_tokens=self.store.namespace_tokens
-        )
+        other = MemoryStore(self.store.budget_bytes, fingerprint="t", namespace_tokens=self.store.namespace_tokens)
         other.trajectory_tokens = self.store.trajectory_tokens
         other.load(path)
         for key, memory in self.store._memories.items():
@@ -230,9 +228,7 @@ class Machine(RuleBasedStateMachine):
             memory.check()
             base = ALPHABETS[namespace]
             held = memory.tokens
-            assert bool(((held == -1) | ((held >= base) & (held < base + 6))).all()), (
-                "another namespace's tokens"
-            )
+            assert bool(((held == -1) | ((held >= base) & (held < base + 6))).all()), "another namespace's tokens"
         for context in self.open:
             compare(context.memory, context, 1, 16, 3)
             compare(context.memory, context, 2, 5, 1)

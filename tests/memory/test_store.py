@@ -192,11 +192,7 @@ def test_forget() -> None:
     store.forget("a", "one")
     store.forget("a", "one")
     store.forget("never seen")
-    assert (
-        len(memory) == 0
-        and ("one", "a") not in store
-        and store.shared("one").tokens.tolist() == [1, 2, 3, 4, 5]
-    )
+    assert len(memory) == 0 and ("one", "a") not in store and store.shared("one").tokens.tolist() == [1, 2, 3, 4, 5]
     context = store.open("b", "one").extend([1, 2])
     store.forget_namespace("one")
     context.memory.append(context, [3])

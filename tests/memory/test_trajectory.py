@@ -51,9 +51,7 @@ def laid(context: Context) -> bool:
     for start, end, place in context.layout.tolist():
         assert start <= at
         at = max(at, end)
-        assert (
-            context.tokens[start:end].tolist() == context.memory.tokens[place : place + end - start].tolist()
-        )
+        assert context.tokens[start:end].tolist() == context.memory.tokens[place : place + end - start].tolist()
     return at == context.prompt_length
 
 
@@ -136,9 +134,7 @@ def test_what_left_the_prompt_is_draft_material_and_not_claimed_to_be_in_it() ->
     memory = TrajectoryMemory()
     abandoned = [*range(100, 140)]
     context = memory.extend(*render([("system", [1, 2, 3]), ("user", abandoned)]))
-    place = (
-        int(context.layout[context.layout[:, 0] == 8][0][2]) if False else memory.tokens.tolist().index(100)
-    )
+    place = int(context.layout[context.layout[:, 0] == 8][0][2]) if False else memory.tokens.tolist().index(100)
     assert context.covers(place)
     memory.close(context)
     context = memory.extend(*render([("system", [1, 2, 3]), ("user", [7, 8, 9])]))
@@ -157,9 +153,7 @@ def test_an_output_without_its_end_is_held() -> None:
     memory.close(context)
     start = context.prompt_length
     for held in (output, output[:10], output[4:], [*output, END], output[12:20]):
-        again = memory.extend(
-            [*context.tokens[: context.prompt_length], *held], [Span(start, start + len(held))]
-        )
+        again = memory.extend([*context.tokens[: context.prompt_length], *held], [Span(start, start + len(held))])
         assert added(again) == 0, held
         memory.close(again)
 
@@ -202,9 +196,7 @@ def test_a_prompt_that_repeats_itself_and_grows_stays_linear(with_spans: bool, p
     memory = TrajectoryMemory()
     for calls in range(1, 60):
         prompt = [1, 2, 3, *(period * 100)[: 40 * calls], 4]
-        context = memory.extend(
-            prompt, [Span(3, len(prompt) - 1, Source.TOOL, "tool")] if with_spans else None
-        )
+        context = memory.extend(prompt, [Span(3, len(prompt) - 1, Source.TOOL, "tool")] if with_spans else None)
         assert laid(context)
         memory.close(context)
         assert len(memory) < 5 * (len(prompt) + 20 * calls)
@@ -246,9 +238,7 @@ def test_two_calls_at_once_keep_their_outputs_apart() -> None:
     memory.append(second, [100, 101])
     assert memory.match(second).copy(0, 3)[0].tolist() == [102, 103, 104]
     memory.close(second)
-    held = {
-        tuple(memory.tokens[s.start : s.end].tolist()) for s in memory.segments if s.source is Source.OUTPUT
-    }
+    held = {tuple(memory.tokens[s.start : s.end].tolist()) for s in memory.segments if s.source is Source.OUTPUT}
     assert held == {tuple(first.output.tolist()), tuple(second.output.tolist())}
     assert first.stored is not None and second.stored is not None
     memory.check()

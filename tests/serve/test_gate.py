@@ -54,7 +54,11 @@ BAD: list[tuple[Any, str, str]] = [
     ({**BODY, "n": 1000}, "", "n: "),
     ({**BODY, "messages": []}, "", "messages: "),
     ({**BODY, "messages": [{"content": "no role"}]}, "", "role"),
-    ({**BODY, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "", "text only"),
+    (
+        {**BODY, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "",
+        "text only",
+    ),
     ({**BODY, "messages": [{"role": "user", "content": "half \ud83d"}]}, "", "surrogate"),
     ({**BODY, "tools": [{"type": "function"}]}, "", "tools[0]"),
     ({**BODY, "tool_choice": "required"}, "", "no tools are offered"),
@@ -93,7 +97,12 @@ def test_what_is_wrong_is_said_in_openais_shape(server: Any) -> None:
     assert status == 415
     assert post(server, BODY, "/v1/nothing")[0] == 404
     # what SGLang's router writes into each request asks for nothing
-    neutral = {"no_stop_trim": False, "skip_special_tokens": True, "separate_reasoning": True, "return_hidden_states": False}
+    neutral = {
+        "no_stop_trim": False,
+        "skip_special_tokens": True,
+        "separate_reasoning": True,
+        "return_hidden_states": False,
+    }
     assert post(server, {**BODY, **neutral})[0] == 200
     # nothing of this harmed anybody
     assert ask(server.client()).choices[0].message.content
@@ -127,7 +136,9 @@ def test_keys_and_tenants(serving: Callable[..., Any]) -> None:
     unnamed = ask(server.client("sk-1"))
     continued = [USER, unnamed.choices[0].message.model_dump(), {"role": "user", "content": "Go on."}]
     assert ask(server.client("sk-2"), messages=continued).agentspec["joined_by"] == "new"
-    assert ask(server.client("sk-1"), messages=continued, extra_body={"cache_salt": "x"}).agentspec["joined_by"] == "new"
+    assert (
+        ask(server.client("sk-1"), messages=continued, extra_body={"cache_salt": "x"}).agentspec["joined_by"] == "new"
+    )
     assert ask(server.client("sk-1"), messages=continued).agentspec["joined_by"] == "prompt"
 
 
@@ -148,11 +159,15 @@ def test_too_large_and_too_slow(serving: Callable[..., Any]) -> None:
     status, told = post(server, big)
     assert status == 413 and told["error"]["code"] == "body_too_large"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as chunked:  # no length is told
-        chunked.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunked.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         chunked.sendall(b"bb8\r\n" + b" " * 3000 + b"\r\n")
         assert chunked.recv(4096).startswith(b"HTTP/1.1 413")
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow:
-        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
     assert ask(server.client()).choices
 

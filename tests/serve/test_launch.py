@@ -23,7 +23,9 @@ def words(**options: Any) -> str:
 
 
 def test_each_method_has_its_options() -> None:
-    assert "--speculative-algorithm AGENTSPEC --speculative-num-draft-tokens 8" in words(method="agentspec", max_draft=7)
+    assert "--speculative-algorithm AGENTSPEC --speculative-num-draft-tokens 8" in words(
+        method="agentspec", max_draft=7
+    )
     assert "--speculative-num-steps" not in words(method="ngram", max_draft=7)
     eagle = words(method="eagle3", draft_model="d", max_draft=3)
     assert "EAGLE3 --speculative-draft-model-path d --speculative-num-steps 3 --speculative-eagle-topk 1" in eagle
@@ -47,7 +49,9 @@ def test_each_method_has_its_options() -> None:
 
 
 def test_settings_are_joined() -> None:
-    told = variables("agentspec", memory_mb=64, proposer=None, environment={"AGENTSPEC_SGLANG": '{"follow": false}', "A": "b"})
+    told = variables(
+        "agentspec", memory_mb=64, proposer=None, environment={"AGENTSPEC_SGLANG": '{"follow": false}', "A": "b"}
+    )
     assert json.loads(told["AGENTSPEC_SGLANG"]) == {"follow": False, "memory_mb": 64} and told["A"] == "b"
     assert variables("ngram", memory_mb=None, proposer=None, environment={"A": "b"}) == {"A": "b"}
     with pytest.raises(InvalidRequestError):

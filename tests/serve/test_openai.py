@@ -40,7 +40,9 @@ def plain(tiny_engine: Callable[..., Any]) -> Any:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": [USER], "temperature": 0, "max_tokens": 40, **options})
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": [USER], "temperature": 0, "max_tokens": 40, **options}
+    )
 
 
 def gathered(chunks: Any) -> tuple[dict[str, Any], str | None, Any]:
@@ -138,7 +140,10 @@ def test_namespaces_and_seeds(server: Any) -> None:
     client = server.client()
 
     def asked(session: str, **params: Any) -> Any:
-        return ask(client, extra_body={"session_id": session, "custom_params": {f"agentspec_{k}": v for k, v in params.items()}})
+        return ask(
+            client,
+            extra_body={"session_id": session, "custom_params": {f"agentspec_{k}": v for k, v in params.items()}},
+        )
 
     text = ask(client).choices[0].message.content
     alone = asked("alone").agentspec["accepted"]  # what it copies of itself
@@ -148,16 +153,22 @@ def test_namespaces_and_seeds(server: Any) -> None:
     assert asked("d", seed_texts=[USER["content"] + text]).agentspec["accepted_by_source"].get("seed", 0) > 0
     predicted = ask(client, prediction={"type": "content", "content": text}, extra_body={"session_id": "e"})
     assert predicted.choices[0].message.content == text
-    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens == predicted.agentspec["accepted_by_source"].get("seed", 0)
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens == predicted.agentspec[
+        "accepted_by_source"
+    ].get("seed", 0)
 
 
 def test_tools_streamed_and_not(server: Any, plain: Any) -> None:
     client = server.client()
     options: dict[str, Any] = {"tools": TOOLS, "max_tokens": 120}
     for choice in ("required", {"type": "function", "function": {"name": "read_file"}}):
-        expected = plain.chat([USER], tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=120).result()
+        expected = plain.chat(
+            [USER], tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=120
+        ).result()
         whole = ask(client, tool_choice=choice, parallel_tool_calls=False, **options)
-        message, reason, _ = gathered(ask(client, tool_choice=choice, parallel_tool_calls=False, stream=True, **options))
+        message, reason, _ = gathered(
+            ask(client, tool_choice=choice, parallel_tool_calls=False, stream=True, **options)
+        )
         assert whole.choices[0].finish_reason == reason == "tool_calls"
         assert whole.choices[0].message.content is None and message["content"] == ""
         calls = whole.choices[0].message.tool_calls
@@ -182,8 +193,15 @@ def test_tools_streamed_and_not(server: Any, plain: Any) -> None:
 
 
 def test_documents_are_held_to(server: Any) -> None:
-    schema = {"type": "object", "properties": {"word": {"enum": ["fox", "dog"]}}, "required": ["word"], "additionalProperties": False}
-    answer = ask(server.client(), response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": schema}})
+    schema = {
+        "type": "object",
+        "properties": {"word": {"enum": ["fox", "dog"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+    answer = ask(
+        server.client(), response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    )
     assert json.loads(answer.choices[0].message.content)["word"] in ("fox", "dog")
     assert answer.choices[0].finish_reason == "stop"
 
@@ -243,7 +261,9 @@ async def _asynchronous(server: Any) -> tuple[str, str]:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         options: dict[str, Any] = {"model": "tiny", "messages": [USER], "temperature": 0, "max_tokens": 20}
         whole = await client.chat.completions.create(**options)
-        pieces = [c.choices[0].delta.content or "" async for c in await client.chat.completions.create(stream=True, **options)]
+        pieces = [
+            c.choices[0].delta.content or "" async for c in await client.chat.completions.create(stream=True, **options)
+        ]
         return whole.choices[0].message.content or "", "".join(pieces)
 
 

@@ -77,17 +77,27 @@ def test_curl_metrics_and_a_clean_end(model: str, tmp_path: Path) -> None:
             events = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout.split("\n\n")
             assert events[-2] == "data: [DONE]" and json.loads(events[-3][6:])["agentspec"]["output_tokens"] > 0
         client = server.client("sk-test")
-        answer_ = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=5)
+        answer_ = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=5
+        )
         assert answer_.usage is not None
         request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": "Bearer sk-test"})
         with urllib.request.urlopen(request, timeout=30) as answer:
             metrics = answer.read().decode()
-        for name in ("agentspec_tokens_per_step_bucket", "gen_ai_client_token_usage_sum", "http_server_request_duration"):
+        for name in (
+            "agentspec_tokens_per_step_bucket",
+            "gen_ai_client_token_usage_sum",
+            "http_server_request_duration",
+        ):
             assert name in metrics, metrics[:3000]
         assert 'http_response_status_code="200"' in metrics and 'service_name="agentspec"' in metrics
         # the end does not wait for a long call
         stream = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True, max_tokens=8000, extra_body={"ignore_eos": True}
+            model="tiny",
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            max_tokens=8000,
+            extra_body={"ignore_eos": True},
         )
         chunks = iter(stream)
         next(chunks)
@@ -137,13 +147,28 @@ def test_smollm2_quotes_what_a_tool_gave_it(smollm2_server: Process, smollm2: An
         plain = smollm2.chat(messages, draft=False, max_tokens=50).result()
         assert answer.choices[0].message.content == plain.text, f"turn {turn}"
         told.append(answer.model_extra["agentspec"])  # type: ignore[index]
-        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"Repeat this text exactly:\n\n{text}"}]
+        messages += [
+            answer.choices[0].message.model_dump(),
+            {"role": "user", "content": f"Repeat this text exactly:\n\n{text}"},
+        ]
     assert [t["call_index"] for t in told] == [0, 1, 2] and all(t["reused_tokens"] > 0 for t in told[1:])
     assert all(t["tokens_per_step"] > 2 for t in told), told
-    schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"enum": ["mill", "river"]}}, "required": ["at"]}}}
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"at": {"enum": ["mill", "river"]}}, "required": ["at"]},
+        },
+    }
     stream = client.chat.completions.create(
-        model="smollm2", messages=messages[:1], tools=[schema], tool_choice="required", parallel_tool_calls=False, stream=True,
-        temperature=0, max_tokens=60,
+        model="smollm2",
+        messages=messages[:1],
+        tools=[schema],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream=True,
+        temperature=0,
+        max_tokens=60,
     )  # type: ignore[call-overload]
     arguments = "".join(
         piece.function.arguments or "" for chunk in stream for piece in chunk.choices[0].delta.tool_calls or ()

@@ -39,7 +39,14 @@ class Router:
                 ports.append(str(probe.getsockname()[1]))
         self.url = f"http://127.0.0.1:{ports[0]}"
         places = ["--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
-        health = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1"]
+        health = [
+            "--health-check-interval-secs",
+            "1",
+            "--health-failure-threshold",
+            "2",
+            "--health-success-threshold",
+            "1",
+        ]
         self._out = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sglang_router.launch_router", *places, *health, *options],
@@ -171,7 +178,9 @@ def answered(worker: Process) -> int:
     """Calls that a worker has answered."""
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return round(sum(float(x.split()[-1]) for x in lines if x.startswith("gen_ai_client_operation_duration_seconds_count")))
+    return round(
+        sum(float(x.split()[-1]) for x in lines if x.startswith("gen_ai_client_operation_duration_seconds_count"))
+    )
 
 
 def test_two_pools_by_class_of_traffic(start: Callable[..., Process], tmp_path: Path) -> None:
@@ -192,9 +201,17 @@ def test_two_pools_by_class_of_traffic(start: Callable[..., Process], tmp_path: 
             Chain(latency, f"run-{number}").call()
             if answered(drafting):
                 break
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Go on and on."}], "stream": True, "max_tokens": 7000, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Go on and on."}],
+            "stream": True,
+            "max_tokens": 7000,
+            "ignore_eos": True,
+        }
         request = urllib.request.Request(
-            f"{latency.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json", "X-SMG-Routing-Key": f"run-{number}"}
+            f"{latency.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "X-SMG-Routing-Key": f"run-{number}"},
         )
         with urllib.request.urlopen(request, timeout=120) as stream:
             assert stream.readline().startswith(b"data: ")

@@ -23,11 +23,24 @@ def words(*more: str, **options: Any) -> list[str]:
     chosen = {**OPTIONS, "disable-overlap-schedule": True, **options}
     del chosen["device"]
     theirs = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items())
-    serve = ["-m", "agentspec", "serve", str(models_path() / "tiny"), "--engine", "sglang", "--device", "cpu", "--port", "0"]
+    serve = [
+        "-m",
+        "agentspec",
+        "serve",
+        str(models_path() / "tiny"),
+        "--engine",
+        "sglang",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
     return [str(python_path()), *serve, "--sglang", theirs, *more]
 
 
-def run(folder: Path, *more: str, variables: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *more: str, variables: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words(*more, **options),
         env=environment(folder, **(variables or {})),
@@ -59,9 +72,16 @@ def test_it_is_ready_with_the_plugin_and_ends_with_all_it_started(tmp_path: Path
             with urllib.request.urlopen(f"{base}/server_info", timeout=60) as answer:
                 told = json.loads(answer.read())
             assert told["speculative_algorithm"] == "AGENTSPEC" and told["speculative_num_draft_tokens"] == 8
-            body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "return_meta_info": True}
+            body = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 8,
+                "return_meta_info": True,
+            }
             request = urllib.request.Request(
-                f"{base}/v1/chat/completions", json.dumps(body | {"session_id": "run", "temperature": 0}).encode(), {"Content-Type": "application/json"}
+                f"{base}/v1/chat/completions",
+                json.dumps(body | {"session_id": "run", "temperature": 0}).encode(),
+                {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=240) as answer:
                 assert json.loads(answer.read())["choices"][0]["message"]["role"] == "assistant"

@@ -15,10 +15,7 @@ def table() -> str:
     lines = ["| span attribute | type | meaning | source |", "|---|---|---|---|"]
     lines += [f"| `{a.key}` | {a.kind} | {a.meaning} | {a.source} |" for a in names.ATTRIBUTES.values()]
     lines += ["", "| metric | instrument, unit | meaning | source |", "|---|---|---|---|"]
-    lines += [
-        f"| `{m.name}` | {m.instrument}, {m.unit} | {m.meaning} | {m.source} |"
-        for m in names.METRICS.values()
-    ]
+    lines += [f"| `{m.name}` | {m.instrument}, {m.unit} | {m.meaning} | {m.source} |" for m in names.METRICS.values()]
     return "\n".join(lines)
 
 

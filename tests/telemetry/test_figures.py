@@ -70,9 +70,7 @@ def test_bands(rate, band):
 
 
 def test_a_trajectory_is_the_sum_of_its_calls():
-    first = call(
-        [(10.0, 1), (40.0, 5)], proposed=8, accepted=4, mismatches=1, mean_cost=1.5, prompt_tokens=100
-    )
+    first = call([(10.0, 1), (40.0, 5)], proposed=8, accepted=4, mismatches=1, mean_cost=1.5, prompt_tokens=100)
     second = call([(5.0, 1), (15.0, 1)], mean_cost=1.0, prompt_tokens=120)
     written = figures.totals([first, second])
     assert written[n.CALLS] == 2 and written[n.STEPS] == 4 and written[n.TOTAL_OUTPUT] == 8

@@ -169,9 +169,7 @@ def test_a_collector_that_hangs_does_not_hold_the_exit():
 @pytest.mark.ci
 def test_a_collector_that_fails_is_said_once():
     with http_receiver(status=500) as receiver:
-        _, err, exit_s = run_agent(
-            "calls", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, OTEL_BSP_SCHEDULE_DELAY="20"
-        )
+        _, err, exit_s = run_agent("calls", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, OTEL_BSP_SCHEDULE_DELAY="20")
     assert len(err.splitlines()) == 1 and "500" in err
     assert exit_s < 2.0
 

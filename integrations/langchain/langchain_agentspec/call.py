@@ -151,9 +151,7 @@ class Call:
         generation.abort()
 
     def _may_retry(self, error: Exception, attempt: int) -> bool:
-        return (
-            isinstance(error, ServerError) and error.temporary and not self._arrived and attempt < self._retries
-        )
+        return isinstance(error, ServerError) and error.temporary and not self._arrived and attempt < self._retries
 
     def _told(self, error: Exception) -> BaseException:
         if self._timed_out and self._timeout is not None and isinstance(error, RequestAbortedError):

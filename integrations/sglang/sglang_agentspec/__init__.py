@@ -27,9 +27,7 @@ def register() -> None:
     it."""
     version = installed_sglang()
     if version != SUPPORTED_SGLANG:
-        _register_refusal(
-            f"needed SGLang {SUPPORTED_SGLANG}, found {version}: pip install sglang=={SUPPORTED_SGLANG}"
-        )
+        _register_refusal(f"needed SGLang {SUPPORTED_SGLANG}, found {version}: pip install sglang=={SUPPORTED_SGLANG}")
         return
     try:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm

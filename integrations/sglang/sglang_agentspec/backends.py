@@ -44,8 +44,7 @@ def tree_width(
     if wanted is None:
         if verifying == "torch_native":
             raise InvalidRequestError(
-                "AGENTSPEC: SGLang's torch_native attention has no verify step: choose another "
-                "--attention-backend"
+                "AGENTSPEC: SGLang's torch_native attention has no verify step: choose another --attention-backend"
             )
         allowed = verifying in TREE_BACKENDS and (page_size == 1 or TREE_BACKENDS[verifying])
         if not allowed:

@@ -97,17 +97,11 @@ print("LOADED", type(get_spec("{ALGORITHM}")).__name__)
 def _load() -> Finding:
     name = "plugin loads"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=300, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return Finding(name, False, "not within 300 s", "look at what SGLang's other plugins do at import")
     if "LOADED AgentSpecAlgorithm" in done.stdout:
         return Finding(name, True, f"{ALGORITHM} is registered")
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    said = next(
-        (line for line in lines if f"{ALGORITHM} is not available" in line), lines[-1] if lines else ""
-    )
-    return Finding(
-        name, False, said, "python -c 'from sglang.srt.plugins import load_plugins; load_plugins()'"
-    )
+    said = next((line for line in lines if f"{ALGORITHM} is not available" in line), lines[-1] if lines else "")
+    return Finding(name, False, said, "python -c 'from sglang.srt.plugins import load_plugins; load_plugins()'")

@@ -250,9 +250,7 @@ class Drafter:
             self.proposer.end(call.context)
         if delivered is not None:
             kept = len(delivered)
-            if kept < len(
-                call.context.output
-            ):  # under overlap, what came after a stop string was taken already
+            if kept < len(call.context.output):  # under overlap, what came after a stop string was taken already
                 memory.truncate(call.context, kept)
             if kept and delivered[kept - 1] in call.ends:
                 kept -= 1

@@ -96,8 +96,7 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
             raise InvalidRequestError(f"AGENTSPEC: needed --device cuda, cpu or xpu, got {args.device}")
         if attn_dp_enabled_of(args):
             raise InvalidRequestError(
-                "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave "
-                "--enable-dp-attention out"
+                "AGENTSPEC: SGLang's n-gram verification doesn't support DP attention: leave --enable-dp-attention out"
             )
         if args.pp_size > 1:
             raise InvalidRequestError(
@@ -113,15 +112,12 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(args, name) != 1.0:
                 option = "--" + name.replace("_", "-")
-                raise InvalidRequestError(
-                    f"AGENTSPEC: {option} below 1 changes what the model says: leave it out"
-                )
+                raise InvalidRequestError(f"AGENTSPEC: {option} below 1 changes what the model says: leave it out")
         if SIMULATE_ACC_LEN > 0:
             raise InvalidRequestError("AGENTSPEC: SGLANG_SIMULATE_ACC_LEN invents tokens: unset it")
         if args.speculative_ngram_external_corpus_path is not None:
             raise InvalidRequestError(
-                "AGENTSPEC: --speculative-ngram-external-corpus-path belongs to NGRAM: send seeds with a "
-                "request"
+                "AGENTSPEC: --speculative-ngram-external-corpus-path belongs to NGRAM: send seeds with a request"
             )
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_WIDTH
@@ -146,9 +142,7 @@ class AgentSpecAlgorithm(CustomSpecAlgo):
         )
         if args.speculative_num_steps is None:
             # Only the KV reserve reads it (mem_cache/allocation_sizing.py): steps * topk <= draft tokens.
-            args.speculative_num_steps = max(
-                1, args.speculative_num_draft_tokens // args.speculative_eagle_topk
-            )
+            args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // args.speculative_eagle_topk)
 
 
 @dataclass(slots=True)
@@ -303,9 +297,7 @@ class AgentSpecWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         accept_lens = torch.ones(rows, dtype=torch.int32, device=self.device)
-        out = self._result(
-            batch, result, tokens, self._spread(tokens, rows, 1), accept_lens, new_seq_lens, width=1
-        )
+        out = self._result(batch, result, tokens, self._spread(tokens, rows, 1), accept_lens, new_seq_lens, width=1)
         out.cap_lens = torch.ones(rows, dtype=torch.int32, device=self.device)
         return out
 
@@ -325,9 +317,7 @@ class AgentSpecWorker(BaseSpecWorker):
             draft_token=nodes[0],
             custom_mask=self._mask(batch, torch.from_numpy(tree.mask.copy())),
             positions=(nodes[3].view(rows, width) + seq_lens.view(rows, 1)).flatten(),
-            retrieve_index=torch.arange(rows * width, dtype=torch.int64, device=self.device).view(
-                rows, width
-            ),
+            retrieve_index=torch.arange(rows * width, dtype=torch.int64, device=self.device).view(rows, width),
             retrieve_next_token=nodes[1].view(rows, width),
             retrieve_next_sibling=nodes[2].view(rows, width),
             draft_token_num=width,
@@ -337,9 +327,7 @@ class AgentSpecWorker(BaseSpecWorker):
         batch.out_cache_loc = self._slots(batch, width)
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify
-        result = self.target_worker.forward_batch_generation(
-            batch, pp_proxy_tensors=pp_proxy_tensors, is_verify=True
-        )
+        result = self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors, is_verify=True)
         self.drafter.learn(calls)
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         plain = [row for row, call in enumerate(calls) if call.reason is not None]
@@ -348,9 +336,7 @@ class AgentSpecWorker(BaseSpecWorker):
         predict, accept_lens, accept_index = eagle_sample(
             verify, batch, result.logits_output, grammar, watermark_state=watermark
         )
-        if (
-            sampled is not None
-        ):  # their roots have no children: nothing was accepted, only the token is replaced
+        if sampled is not None:  # their roots have no children: nothing was accepted, only the token is replaced
             at = torch.tensor(plain, dtype=torch.int64, device=self.device)
             predict[at * width] = sampled[at].to(predict.dtype)
         new_seq_lens = seq_lens + accept_lens
@@ -358,9 +344,7 @@ class AgentSpecWorker(BaseSpecWorker):
         accepted = predict[accept_index]
         if watermark is not None and batch.sampling_info.has_watermark_candidates:
             watermark.append_speculative(batch.req_pool_indices, accepted, accept_lens)
-        move_accept_tokens_to_target_kvcache(
-            batch, accept_index, accept_lens - 1, self.token_to_kv_pool_allocator
-        )
+        move_accept_tokens_to_target_kvcache(batch, accept_index, accept_lens - 1, self.token_to_kv_pool_allocator)
         if batch.return_logprob:
             compute_spec_logprobs(batch, result.logits_output, predict, accept_index=accept_index)
         if on_publish is not None:

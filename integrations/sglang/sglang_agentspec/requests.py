@@ -101,11 +101,7 @@ def _pieces(given: Any, vocabulary: int, problems: list[str]) -> tuple[np.ndarra
 def _texts(given: Any, problems: list[str]) -> tuple[str, ...]:
     if given is None:
         return ()
-    if (
-        isinstance(given, str)
-        or not isinstance(given, Iterable)
-        or not all(isinstance(t, str) for t in given)
-    ):
+    if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(t, str) for t in given):
         problems.append("agentspec_seed_texts: needed a list of strings")
         return ()
     return tuple(given)

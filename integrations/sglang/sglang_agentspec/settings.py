@@ -85,9 +85,7 @@ class PluginSettings:
             if not float(settings.cost()) >= 0:
                 raise InvalidRequestError(f"proposer_cost: needed >= 0, got {settings.proposer_cost!r}")
             if not float(settings.memory_mb) * 1e6 >= 2**20:
-                raise InvalidRequestError(
-                    f"memory_mb: needed at least 1.05 (1 MiB), got {settings.memory_mb!r}"
-                )
+                raise InvalidRequestError(f"memory_mb: needed at least 1.05 (1 MiB), got {settings.memory_mb!r}")
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{VARIABLE}: {error}") from error
         except (TypeError, ValueError, AttributeError) as error:
@@ -99,9 +97,7 @@ class PluginSettings:
         if self.widths:
             wrong = [w for w in self.widths if not 2 <= w <= widest]
             if wrong:
-                raise InvalidRequestError(
-                    f"widths: needed 2..{widest} (--speculative-num-draft-tokens), got {wrong}"
-                )
+                raise InvalidRequestError(f"widths: needed 2..{widest} (--speculative-num-draft-tokens), got {wrong}")
             return tuple(sorted({*self.widths, widest}))
         powers = {1 << k for k in range(1, widest.bit_length()) if 1 << k < widest}
         return tuple(sorted({*powers, widest}))
