@@ -65,7 +65,7 @@ class LocalEngine:
                 (then with tokenizer=); the engine takes it over: its weights may be repacked for the CPU
     device:     "cpu", "cuda", ...; None: CUDA where there is one, else CPU
     dtype:      None: float32 on CPU, bfloat16 elsewhere
-    proposer:   a name, or anything that implements the Proposer protocol
+    proposer:   "mixture", "match" or another name, or anything that implements the Proposer protocol
     max_draft:  most draft tokens a step; 0 switches drafting off
     tool_format: how the model writes tool calls (agentspec.chat.formats); None: as its chat template tells
     cost_curve: v(n), kept as it is, and no clock decides a width; None: measured at load (a few seconds, cached by
@@ -86,7 +86,7 @@ class LocalEngine:
         tokenizer: Any = None,
         device: str | None = None,
         dtype: torch.dtype | None = None,
-        proposer: str | Proposer = "match",
+        proposer: str | Proposer = "mixture",
         max_draft: int = 16,
         tool_format: str | ToolFormat | None = None,
         cost_curve: CostCurve | None = None,

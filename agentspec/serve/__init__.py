@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how to draft; all but agentspec and off need SGLang",
     )
     add("--max-draft", type=int, metavar="N", help="most draft tokens a step (default: 16 here, SGLang's own there)")
-    add("--proposer", help="match or mixture: what agentspec drafts with (default: match)")
+    add("--proposer", help="match or mixture: what agentspec drafts with (default: mixture)")
     add("--device", help="cpu, cuda (default: a GPU where there is one)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
@@ -131,7 +131,7 @@ def _local(args: argparse.Namespace) -> int:
         return LocalEngine(
             args.model,
             device=args.device,
-            proposer=args.proposer or "match",
+            proposer=args.proposer or "mixture",
             max_draft=widest,
             kv_budget=None if args.kv_gb is None else int(args.kv_gb * 1e9),
             tool_format=args.tool_format,

@@ -146,10 +146,9 @@ def test_namespaces_and_seeds(server: Any) -> None:
         )
 
     text = ask(client).choices[0].message.content
-    alone = asked("alone").agentspec["accepted"]  # what it copies of itself
-    assert asked("a", namespace="team").agentspec["accepted"] == alone
-    assert asked("b", namespace="team").agentspec["accepted"] > alone
-    assert asked("c", namespace="other").agentspec["accepted"] == alone
+    a, b = (asked(session, namespace="team").agentspec["accepted"] for session in "ab")
+    c = asked("c", namespace="other").agentspec["accepted"]
+    assert b > max(a, c), "b copies what a said, and nobody else does"
     assert asked("d", seed_texts=[USER["content"] + text]).agentspec["accepted_by_source"].get("seed", 0) > 0
     predicted = ask(client, prediction={"type": "content", "content": text}, extra_body={"session_id": "e"})
     assert predicted.choices[0].message.content == text

@@ -82,7 +82,7 @@ def test_whatever_is_drafted_the_output_is_the_targets(output: list[int], prompt
 
 
 def test_a_batch_shares_one_width_and_each_row_is_its_own() -> None:
-    drafter = make()
+    drafter = make(proposer="match")
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     known = begin(drafter, [40, 41])
@@ -108,7 +108,7 @@ def test_plain_steps_and_requests_that_are_not_drafted() -> None:
 
 
 def test_no_draft_is_deeper_than_what_may_still_be_emitted() -> None:
-    drafter = make()
+    drafter = make(proposer="match")
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     for limit in (4, 5, 6):
@@ -208,7 +208,7 @@ def test_seeds_serve_the_call_they_came_with_and_bad_ones_hurt_nobody() -> None:
 
 
 def test_flush_forgets_and_running_calls_go_on() -> None:
-    drafter = make()
+    drafter = make(proposer="match")
     output = list(range(30))
     run(drafter, begin(drafter, [40, 41]), output)
     running = begin(drafter, [40, 41])

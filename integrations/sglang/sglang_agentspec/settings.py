@@ -35,7 +35,7 @@ _PROPOSER_COSTS = {"match": 0.005, "mixture": 0.015}
 class PluginSettings:
     """What may be set, with its default.
 
-    proposer:   "match" or "mixture"
+    proposer:   "mixture" or "match"
     proposer_settings: that proposer's own keyword arguments
     memory_mb:  megabytes (10^6 bytes) that all trajectory memories of one scheduler process may take together
     widths:     verify widths (draft tokens + 1) to build; empty: powers of two up to
@@ -49,7 +49,7 @@ class PluginSettings:
     cpu_overlap: allow overlap scheduling on a CPU, which SGLang switches off for speculation (tests use it)
     """
 
-    proposer: str = "match"
+    proposer: str = "mixture"
     proposer_settings: Mapping[str, Any] = field(default_factory=dict)
     memory_mb: float = 1024.0
     widths: tuple[int, ...] = ()
