@@ -8,6 +8,7 @@ Imports torch, and everything below engines.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import secrets
 import threading
@@ -151,6 +152,7 @@ class LocalEngine:
             [self._decoder.step_lock, self._states.lock],
         )
         self._finalizer = weakref.finalize(self, self._worker.release)
+        _open.add(self)
 
     # ---- the Engine protocol ------------------------------------------------------------------
 
@@ -446,6 +448,17 @@ class LocalEngine:
             if steady:
                 cost.store(path, identity, times)
         return CostCurve.measured(times, name="measured")
+
+
+_open: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A call that its consumer left may still run when the program ends; a thread inside torch can't be cut off then
+    (C++ ends the whole process), so it ends after its step."""
+    for engine in list(_open):
+        engine.close()
 
 
 def _call(method: Callable[[], Callable[[T], None] | None], argument: T) -> None:

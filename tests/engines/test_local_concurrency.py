@@ -10,10 +10,13 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.fast
 
+ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., LocalEngine]
 PROMPT = [5, 70, 130, 9, 200, 11, 5, 70, 130]
 
@@ -510,3 +514,23 @@ def test_a_rewritten_history_is_cut_at_its_first_divergence(tiny_engine: Make) -
     assert result.stats.first_divergence == 30
     assert result.stats.reused_tokens == 30
     assert result.token_ids == run(tiny_engine(max_draft=0), changed).token_ids
+
+
+@pytest.mark.parametrize(
+    "stream", ["for chunk in engine.chat(M): break", "engine.chat(M)", "it = iter(engine.chat(M)); next(it)"]
+)
+def test_a_program_that_leaves_a_stream_ends_well(stream: str, tmp_path: Path) -> None:
+    """The call still runs when the interpreter goes; it is ended, and what the program wrote is there."""
+    program = f"""
+from agentspec import LocalEngine
+from agentspec.drafting import CostCurve
+from tests import tiny
+M = [dict(role="user", content="Hi")]
+engine = LocalEngine(tiny.model(max_position_embeddings=65536), tokenizer=tiny.tokenizer(), cost_curve=CostCurve.linear(0.01))
+kept = open({str(tmp_path / "written")!r}, "w")
+kept.write("all of it")
+{stream}
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and (tmp_path / "written").read_text() == "all of it"
