@@ -20,6 +20,7 @@ import contextvars
 import functools
 import inspect
 import json
+import operator
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -54,8 +55,12 @@ class Trajectory:
     """
 
     def __init__(self, id: str | None = None, namespace: str | None = None, name: str = "agent") -> None:
-        if id is not None and (not isinstance(id, str) or not id):
-            raise InvalidRequestError(f"trajectory id: needed a non-empty string or None, got {id!r}")
+        for what, value in (("id", id), ("namespace", namespace), ("name", name)):
+            if (value is not None or what == "name") and (not isinstance(value, str) or not value or "\0" in value):
+                raise InvalidRequestError(
+                    f"trajectory {what}: needed a non-empty string without NUL{'' if what == 'name' else ' or None'}, "
+                    f"got {value!r:.80}"
+                )
         self.id = id if id is not None else uuid.uuid4().hex
         self.namespace = namespace
         self.name = name
@@ -68,16 +73,25 @@ class Trajectory:
         return f"Trajectory(id={self.id!r}, namespace={self.namespace!r}, name={self.name!r}, calls={len(self.calls)})"
 
     def seed(self, content: str | Sequence[int], source: SeedSource = "seed") -> None:
-        """Offer text (or token ids) as draft material for the calls to come."""
+        """Offer text (or token ids) as draft material for the calls to come. Half a surrogate pair in the text (a badly
+        decoded file) counts as "?": a guess never fails a call. Raises InvalidRequestError for what is neither.
+        """
         if source not in _SOURCES:
             raise InvalidRequestError(f"seed source: needed one of {', '.join(_SOURCES)}, got {source!r}")
-        if not isinstance(content, str):
+        if isinstance(content, str):
+            content = content.encode("utf-8", "replace").decode("utf-8")
+        else:
             try:
-                content = tuple(int(i) for i in content)
-            except (TypeError, ValueError) as error:
+                if isinstance(content, (bytes, bytearray)):
+                    raise TypeError("bytes")
+                content = tuple(operator.index(i) for i in content)
+            except TypeError as error:
                 raise InvalidRequestError(
-                    f"seed: needed text or a sequence of token ids, got {type(content).__name__}"
+                    f"seed: needed text or a sequence of token ids (whole numbers), got {content!r:.80}; "
+                    f"decode bytes to text first"
                 ) from error
+            if content and min(content) < 0:
+                raise InvalidRequestError(f"seed: token ids are >= 0, got {min(content)}")
         if content:
             with self._lock:
                 self._seeds.append(Seed(content, source))

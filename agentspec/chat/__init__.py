@@ -16,8 +16,9 @@ from agentspec.chat.formats.base import ToolFormat
 from agentspec.chat.grammar import Grammar
 from agentspec.chat.history import History, OutputRecord
 from agentspec.chat.parser import MessageParser
-from agentspec.chat.prepare import PreparedChat, prepare
+from agentspec.chat.prepare import PreparedChat, check_chat, prepare
 from agentspec.chat.template import ChatTemplate, RenderedChat
+from agentspec.chat.text import encodable
 
 __all__ = [
     "ChatTemplate",
@@ -32,6 +33,8 @@ __all__ = [
     "RenderedChat",
     "ToolCallDelta",
     "ToolFormat",
+    "check_chat",
+    "encodable",
     "joined",
     "prepare",
 ]

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentspec.errors import GrammarError
+from agentspec.chat.text import encodable
+from agentspec.errors import GrammarError, InvalidRequestError
 
 __all__ = ["Grammar", "json_rule"]
 
@@ -180,7 +181,10 @@ def literal(text: str) -> str:
 def _text(what: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise GrammarError(f"{what}: needed a text that isn't empty, got {value!r:.80}")
-    return value
+    try:
+        return encodable(what, value)
+    except InvalidRequestError as error:
+        raise GrammarError(str(error)) from error
 
 
 def _slashed(pattern: str) -> str:

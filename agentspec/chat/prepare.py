@@ -15,11 +15,11 @@ from agentspec.chat.formats.response_template import ResponseTemplate
 from agentspec.chat.grammar import Grammar
 from agentspec.chat.history import History
 from agentspec.chat.parser import MessageParser
-from agentspec.chat.template import ChatTemplate, RenderedChat
+from agentspec.chat.template import ChatTemplate, RenderedChat, check_options, checked
 from agentspec.chat.tools import ToolChoice, Tools, call_grammar, skeletons
 from agentspec.errors import InvalidRequestError
 
-__all__ = ["PreparedChat", "prepare"]
+__all__ = ["PreparedChat", "check_chat", "prepare"]
 
 _TAIL = 4  # of the prompt's last ids begin a call's skeleton, so that it is found from there
 
@@ -61,12 +61,11 @@ def prepare(
     parallel_tool_calls: False: at most one call, where a grammar holds
     response_format: as OpenAI's; grammar: a Grammar instead. With tools, the output is a call or such a
                      document
-    template_options: more variables for the template (enable_thinking)
+    template_options: more variables for the template (enable_thinking); none of transformers' own options
 
     Raises InvalidRequestError and its kinds.
     """
-    if grammar is not None and response_format is not None:
-        raise InvalidRequestError("chat: needed one of response_format and grammar, got both")
+    _one_grammar(grammar, response_format)
     if grammar is None and response_format is not None:
         grammar = Grammar.of_response_format(response_format)
     offered = Tools.of(tools)
@@ -98,6 +97,30 @@ def prepare(
         tail = prompt.input_ids[-_TAIL:]
         seeds = [tail + template.encode(text) for text in begins] + [template.encode(text) for text in texts]
     return PreparedChat(prompt, grammar, parser, tuple(sorted(keep.values())), tuple(seeds))
+
+
+def check_chat(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    grammar: Grammar | None = None,
+    response_format: Mapping[str, Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> None:
+    """Raise InvalidRequestError for what `prepare` would refuse, where the server renders the chat."""
+    checked(messages)
+    check_options(template_options)
+    _one_grammar(grammar, response_format)
+
+
+def _one_grammar(grammar: Any, response_format: Any) -> None:
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise InvalidRequestError(
+            f"grammar: needed an agentspec.chat.Grammar, got {grammar!r:.80}; Grammar.regex, .lark_grammar, .ebnf, "
+            f".choice or .json_schema makes one"
+        )
+    if grammar is not None and response_format is not None:
+        raise InvalidRequestError("chat: needed one of response_format and grammar, got both")
 
 
 def _joined(

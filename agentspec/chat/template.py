@@ -30,11 +30,12 @@ from agentspec.chat.formats.base import ToolFormat
 from agentspec.chat.formats.response_template import ResponseTemplate
 from agentspec.chat.history import History, OutputRecord, align
 from agentspec.chat.parser import Thoughts
+from agentspec.chat.text import encodable
 from agentspec.chat.tool_prompt import without_tools
 from agentspec.errors import ChatTemplateError, InvalidRequestError
 from agentspec.memory import Source, Span
 
-__all__ = ["ChatTemplate", "RenderedChat"]
+__all__ = ["ChatTemplate", "RenderedChat", "check_options", "checked"]
 
 Message = Mapping[str, Any]
 # The messages as the template gets them, each with the message that it stands for.
@@ -43,6 +44,28 @@ _Laid = list[tuple[dict[str, Any], Message]]
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+(?:not\s+)?(?:string|mapping)")
 _TOOL_ROLES = frozenset({"tool", "function", "ipython", "environment"})
+# What apply_chat_template takes for itself: as a variable of the template it would change something else.
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SEAM = 4  # tokens on each side of a splice that its decoding is checked with
 _CACHED_CHARACTERS = 4_000_000  # of tokenised stretches that are kept for the next call
@@ -79,6 +102,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, tool_format: str | ToolFormat | None = None) -> None:
         self.tokenizer = tokenizer
         self._cache = _EncodingCache(tokenizer)
+        if tool_format is not None and not isinstance(tool_format, (str, ToolFormat)):
+            raise InvalidRequestError(
+                f"tool_format: needed one of {', '.join(formats.names())}, a ToolFormat, or None, got {tool_format!r:.80}"
+            )
         self._asked_format = formats.get(tool_format) if isinstance(tool_format, str) else tool_format
 
     def render(
@@ -94,8 +121,8 @@ class ChatTemplate:
         Raises InvalidRequestError for messages that are none, ChatTemplateError where the model has no
         template or the template refuses them.
         """
-        chat = _checked(messages)
-        options = dict(template_options or {})
+        chat = checked(messages)
+        options = check_options(template_options)
         if self.renders_tools:
             options["tools"] = list(tools) if tools else None
             laid: _Laid = [(self._with_arguments(message), message) for message in chat]
@@ -399,6 +426,7 @@ class _EncodingCache:
             if known is not None:
                 self._known.move_to_end(text)
                 return known
+        encodable("chat", text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=self._fast)
         ids = np.asarray(encoded["input_ids"], dtype=np.int32)
         starts = None
@@ -445,7 +473,27 @@ def _source(role: str) -> Source:
     return Source.TOOL if role in _TOOL_ROLES else Source.PROMPT
 
 
-def _checked(messages: Any) -> list[dict[str, Any]]:
+def check_options(template_options: Any) -> dict[str, Any]:
+    """Template variables as a dict of their own. Raises InvalidRequestError for what is none, and reserved names."""
+    if template_options is None:
+        return {}
+    if not isinstance(template_options, Mapping) or not all(isinstance(name, str) for name in template_options):
+        raise InvalidRequestError(
+            f"template_options: needed a mapping of names to values, as {{'enable_thinking': False}}, got "
+            f"{template_options!r:.80}"
+        )
+    reserved = sorted(_RESERVED & set(template_options))
+    if reserved:
+        raise InvalidRequestError(
+            f"template_options: needed the template's own variables, got {', '.join(reserved)}, which agentspec or "
+            f"transformers sets; messages and tools are arguments of chat(), another template goes into "
+            f"tokenizer.chat_template"
+        )
+    return dict(template_options)
+
+
+def checked(messages: Any) -> list[dict[str, Any]]:
+    """The messages with their contents as text. Raises InvalidRequestError for what is no message."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
             f"messages: needed a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}"
@@ -459,6 +507,15 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise InvalidRequestError(f"messages[{number}] ({message['role']}): needed 'content' or 'tool_calls'")
+        calls = message.get("tool_calls")
+        if calls and (isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence)):
+            raise InvalidRequestError(f"messages[{number}]: needed tool_calls as a list, got {calls!r:.80}")
+        for call in calls or ():
+            if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+                raise InvalidRequestError(
+                    f"messages[{number}]: needed tool calls as {{'function': {{'name': ..., 'arguments': ...}}}}, got "
+                    f"{call!r:.80}"
+                )
         chat.append({**message, "content": _text(content, number)})
     return chat
 

@@ -95,7 +95,8 @@ class ToolChoice:
                 raise InvalidRequestError(f"tool_choice: a list needs names of tools, got {choice!r}")
             return cls("required", None, True, tuple(plan))
         if isinstance(choice, Mapping):
-            choice = choice.get("function", choice).get("name")
+            named = choice.get("function", choice)
+            choice = named.get("name") if isinstance(named, Mapping) else choice
         elif choice is True or choice in ("required", "any"):
             if not len(tools):
                 raise InvalidRequestError("tool_choice: a call is required, but no tools are offered")

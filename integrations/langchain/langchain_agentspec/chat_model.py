@@ -27,7 +27,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.utils import from_env, secret_from_env
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
-from agentspec.chat import ChatTemplate
+from agentspec.chat import ChatTemplate, encodable
 from agentspec.engines.base import Engine
 from agentspec.errors import InvalidRequestError
 from agentspec.loop import Trajectory
@@ -70,14 +70,15 @@ class ChatAgentSpec(BaseChatModel):
                 served model's name; what the server serves, if left out
     engine:     an agentspec engine to run on; None: one of these settings, loaded at the first call and
                 shared by all chat models that have them (close_engines frees them)
-    base_url:   a server's address, SGLang or any OpenAI-compatible one; AGENTSPEC_BASE_URL. None: the embedded engine
+    base_url:   a server's address, SGLang or any OpenAI-compatible one; AGENTSPEC_BASE_URL. None: the embedded engine.
+                Not together with engine
     api_key:    the server's; AGENTSPEC_API_KEY. The embedded engine needs none
     engine_options: more of the engine's own: LocalEngine's (device, max_draft, proposer, ...) or SGLangEngine's
                 (tokenizer, api, tenant, read_timeout, ...)
 
     temperature, max_tokens, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty,
     frequency_penalty, logit_bias, logprobs, top_logprobs, n, draft: GenerationRequest's; None: its default
-                (greedy decoding)
+                (greedy decoding, as with a temperature below 1e-6)
     template_options: more variables for the model's chat template, as {"enable_thinking": False}
     stop:       texts that end the output
     timeout:    most seconds that a call may take, queueing included
@@ -135,6 +136,10 @@ class ChatAgentSpec(BaseChatModel):
             raise InvalidRequestError(
                 f"engine: needed an agentspec engine (LocalEngine, SGLangEngine), got "
                 f"{type(self.engine).__name__}; a model's name goes into model="
+            )
+        if self.base_url is not None and "base_url" in self.model_fields_set:
+            raise InvalidRequestError(
+                f"needed one of engine and base_url, got both (base_url={self.base_url!r}): leave one out"
             )
         if "model" not in self.model_fields_set:
             self.model = self.engine.model_name
@@ -199,7 +204,8 @@ class ChatAgentSpec(BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """The model's own ids of a text. Loads the engine."""
-        return list(self._engine(self.model).tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokenizer = self._engine(self.model).tokenizer
+        return list(tokenizer(encodable("text", text), add_special_tokens=False)["input_ids"])
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """How many tokens these messages' prompt has, by the model's chat template. Loads the engine."""
