@@ -505,3 +505,33 @@ def test_a_server_is_what_base_url_means() -> None:
 
 def test_every_error_is_in_agentspecs_tree() -> None:
     assert issubclass(CallTimeoutError, AgentSpecError) and issubclass(PromptTooLongError, AgentSpecError)
+
+
+# ---- what can't be served ---------------------------------------------------------------------------
+
+
+def test_an_engine_and_an_address_exclude_each_other(
+    tiny_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine()
+    with pytest.raises(ValidationError, match="one of engine and base_url"):
+        ChatAgentSpec(engine=engine, base_url="http://127.0.0.1:9")
+    monkeypatch.setenv("AGENTSPEC_BASE_URL", "http://127.0.0.1:9")
+    assert ChatAgentSpec(engine=engine, max_tokens=2).invoke("x").usage_metadata is not None
+
+
+def test_half_a_character_is_told(chat: Callable[..., Any]) -> None:
+    model = chat(max_tokens=2)
+    called = AIMessage("", tool_calls=[{"name": "f", "args": {"a": "\ud800"}, "id": "1"}])
+    for messages in ("be\ud800fore", [HumanMessage("x"), called, HumanMessage("y")]):
+        with pytest.raises(InvalidRequestError, match="surrogate pair"):
+            model.invoke(messages)
+    with pytest.raises(InvalidRequestError, match="surrogate pair"):
+        model.get_token_ids("\ud800")
+
+
+def test_reserved_template_options_and_tiny_temperatures(chat: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="template_options"):
+        chat(template_options={"chat_template": "x"}).invoke("x")
+    model = chat(max_tokens=8)
+    assert model.invoke("Hello", temperature=5e-324, seed=1).text == model.invoke("Hello").text
