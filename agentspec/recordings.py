@@ -29,10 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.errors import InvalidRequestError
+from agentspec.memory import Source
 
 __all__ = ["Problem", "RecordedCall", "Recorder", "Recording", "read", "record"]
 
 Message = dict[str, Any]
+_SOURCES = frozenset(int(source) for source in Source)
+_TOKEN_LIMIT = 1 << 24  # no vocabulary is larger, and tables by token id are as long as the largest id
 _GROUP_FIELDS = ("trajectory_id", "trajectory", "session_id", "thread_id", "conversation_id", "trace_id")
 
 
@@ -98,9 +101,11 @@ def read(path: str | Path, report: Callable[[Problem], None] | None = None) -> l
                 _sort_in(value, where, path, groups, recordings)
             except _Bad as error:
                 problems.append(Problem(where, str(error)))
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            except RecursionError:
+                problems.append(Problem(where, _TOO_DEEP))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
                 problems.append(Problem(where, f"not laid out as expected ({type(error).__name__}: {error})"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InvalidRequestError(f"{path}: can't be read: {error}") from error
     recordings += groups.recordings()
     if report is not None:
@@ -113,34 +118,42 @@ def read(path: str | Path, report: Callable[[Problem], None] | None = None) -> l
     return recordings
 
 
+_TOO_DEEP = "nested too deeply to be read"
+
+
+def _json(text: bytes) -> Any:
+    """The JSON value. Raises _Bad, whatever is wrong with it."""
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _Bad(f"not UTF-8 ({error})") from None
+    except ValueError as error:
+        raise _Bad(f"not JSON ({error})") from None
+    except RecursionError:
+        raise _Bad(_TOO_DEEP) from None
+
+
 def _values(path: Path, problems: list[Problem]) -> Iterator[tuple[str, Any]]:
     """(where, JSON value) of each record: lines, or the elements of one document."""
-    with open(path, encoding="utf-8") as file:
-        head = file.read(1 << 16)
-        file.seek(0)
-        first = next((line for line in head.splitlines() if line.strip()), "")
-        whole = False
+    with open(path, "rb") as file:
         try:
-            json.loads(first)
-        except ValueError:
-            whole = True
-        if whole:
-            try:
-                document = json.load(file)
-            except ValueError:
-                file.seek(0)
-            else:
+            _json(next((line for line in file if line.strip()), b""))
+        except _Bad:  # a bad line, or the first line of a document that is laid out over several
+            file.seek(0)
+            with contextlib.suppress(_Bad):
+                document = _json(file.read())
                 elements = document if isinstance(document, list) else [document]
                 for number, element in enumerate(elements):
                     yield f"{path.name}[{number}]", element
                 return
+        file.seek(0)
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
-            except ValueError as error:
-                problems.append(Problem(f"{path.name}:{number}", f"not JSON ({error})"))
+                value = _json(line)
+            except _Bad as error:
+                problems.append(Problem(f"{path.name}:{number}", str(error)))
                 continue
             if isinstance(value, list):
                 for place, element in enumerate(value):
@@ -190,6 +203,7 @@ class _Groups:
             )
             whole = keys + ([json.dumps(call.output, sort_keys=True)] if call.output is not None else [])
             self._heads["\n".join(whole)] = name
+        tools = _tools(tools)
         calls = self._named.setdefault(name, [])
         calls.append((len(calls) if order is None else order, call))
         if tools and name not in self._tools:
@@ -210,7 +224,10 @@ def _trace(value: Mapping[str, Any], path: Path) -> Recording:
         file = path.parent / str(value["tools_file"])
         if not file.is_file():
             raise _Bad(f"its tools are in {file.name}, which isn't beside it")
-        tools = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            tools = _json(file.read_bytes())
+        except OSError as error:
+            raise _Bad(f"its tools in {file.name} can't be read: {error}") from None
     messages: list[Message] = []
     calls = []
     for step in value["steps"]:
@@ -220,7 +237,15 @@ def _trace(value: Mapping[str, Any], path: Path) -> Recording:
         messages = [*messages, output]
     if not calls:
         raise _Bad("a trajectory without steps")
-    return Recording(str(value.get("id", path.name)), path.name.split(".")[0], calls, tools)
+    return Recording(str(value.get("id", path.name)), path.name.split(".")[0], calls, _tools(tools))
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """Tools as replay writes them, which has to be possible."""
+    if tools is not None and not isinstance(tools, list):
+        raise _Bad(f"tools: needed a list, got {type(tools).__name__}")
+    json.dumps(tools)
+    return tools
 
 
 def _openai(value: Mapping[str, Any], groups: _Groups) -> None:
@@ -407,12 +432,14 @@ def _message(message: Any) -> Message:
             if isinstance(part, (str, Mapping))
         )
     made: Message = {"role": str(role), "content": "" if content is None else str(content)}
+    made["content"].encode()  # half of a surrogate pair is no character, and no tokenizer takes it
     if message.get("name"):
         made["name"] = message["name"]
     calls = []
     for call in message.get("tool_calls") or ():
         inner = call.get("function", call)
         calls.append({"name": inner.get("name"), "arguments": inner.get("arguments", inner.get("args", {}))})
+        json.dumps(calls[-1], ensure_ascii=False).encode()  # as replay writes it
     if calls:
         made["tool_calls"] = calls
     return made
@@ -426,14 +453,44 @@ def _own(value: Mapping[str, Any], groups: _Groups) -> None:
         raise _Bad(f"written by another version of agentspec's format ({value['agentspec']!r})")
     if value.get("output_ids") is None or value.get("input_ids") is None:
         raise _Bad("recorded without content, so it can't be replayed: record(path, content=True)")
+    prompt = _whole("input_ids", value["input_ids"], _TOKEN_LIMIT)
+    if not prompt:
+        raise _Bad("input_ids: needed at least one token id, got none")
+    steps, most = value.get("steps"), value.get("max_tokens")
     call = RecordedCall(
-        input_ids=[int(i) for i in value["input_ids"]],
-        output_ids=[int(i) for i in value["output_ids"]],
-        spans=value.get("spans"),
-        steps=value.get("steps"),
-        max_tokens=value.get("max_tokens"),
+        input_ids=prompt,
+        output_ids=_whole("output_ids", value["output_ids"], _TOKEN_LIMIT),
+        spans=None if value.get("spans") is None else _message_spans(value["spans"], len(prompt)),
+        steps=None if steps is None else _whole("steps", steps, _TOKEN_LIMIT),
+        max_tokens=None if most is None else _whole("max_tokens", [most], 1 << 31)[0],
     )
     groups.add(str(value.get("trajectory", "")), None, call)
+
+
+def _whole(name: str, values: Any, limit: int) -> list[int]:
+    """A list of whole numbers from 0 to limit - 1. Raises _Bad for anything else."""
+    if not isinstance(values, list):
+        raise _Bad(f"{name}: needed a list of whole numbers, got {type(values).__name__}")
+    for place, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < limit:
+            raise _Bad(f"{name}[{place}]: needed a whole number from 0 to {limit - 1}, got {value!r:.60}")
+    return values
+
+
+def _message_spans(values: Any, length: int) -> list[list[Any]]:
+    """Spans that lie in order and inside the prompt. Raises _Bad for others."""
+    if not isinstance(values, list):
+        raise _Bad(f"spans: needed a list, got {type(values).__name__}")
+    at = 0
+    for place, value in enumerate(values):
+        fits = isinstance(value, list) and len(value) == 4 and all(type(part) is int for part in value[:3])
+        if not fits or not at <= value[0] <= value[1] <= length or value[2] not in _SOURCES:
+            raise _Bad(
+                f"spans[{place}]: needed [start, end, source, role], in order and within the prompt's {length} "
+                f"tokens, got {value!r:.80}"
+            )
+        at = value[1]
+    return values
 
 
 class Recorder:

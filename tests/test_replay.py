@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html.parser
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,41 @@ class TestFormats:
             "x.jsonl:4[1]",
             "x.jsonl:5",
         ]
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+            (b'{"messages": ' + b'[{"a": ' * 5_000 + b"1" + b"}]" * 5_000 + b"}", "nested too deeply"),
+            (b'{"messages": "\xff"}', "not UTF-8"),
+            (b"9" * 5_000, "not JSON"),
+            (b'{"messages": [{"role": "user", "content": "\\ud800"}], "output": "a"}', "surrogates"),
+            (b'{"messages": [{"role": "user", "content": "a"}], "output": "a", "tools": 5}', "tools: needed a list"),
+            (b'{"agentspec": 1, "input_ids": [Infinity], "output_ids": [1]}', "whole number .* got inf"),
+            (b'{"agentspec": 1, "input_ids": [1e30, 2], "output_ids": [1]}', "whole number .* got 1e.30"),
+            (b'{"agentspec": 1, "input_ids": [1099511627776], "output_ids": [1]}', "whole number .* got 1099511627776"),
+            (b'{"agentspec": 1, "input_ids": [1], "output_ids": [1.5]}', r"output_ids\[0\]: .* got 1.5"),
+            (b'{"agentspec": 1, "input_ids": [true], "output_ids": [1]}', "whole number .* got True"),
+            (b'{"agentspec": 1, "input_ids": [-1], "output_ids": [1]}', "whole number .* got -1"),
+            (b'{"agentspec": 1, "input_ids": [], "output_ids": [1]}', "at least one"),
+            (b'{"agentspec": 1, "input_ids": [1], "output_ids": [1], "spans": [[0, 2, 0, ""]]}', "spans"),
+            (b'{"agentspec": 1, "input_ids": [1], "output_ids": [1], "spans": [[0, 1, 99, ""]]}', "spans"),
+            (b'{"agentspec": 1, "input_ids": [1], "output_ids": [1], "steps": 5}', "steps: needed a list"),
+            (b'{"agentspec": 1, "input_ids": [1], "output_ids": [1], "max_tokens": "5"}', "max_tokens"),
+        ],
+        ids=lambda value: value[:40] if isinstance(value, str) else "",
+    )
+    @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+    def test_one_bad_line_costs_that_line(self, tmp_path: Path, line: bytes, words: str, first: bool) -> None:
+        good = json.dumps({"agentspec": 1, "trajectory": "t", "input_ids": [1, 2], "output_ids": [3]}).encode()
+        path = tmp_path / "x.jsonl"
+        path.write_bytes(b"\n".join([line, good, good] if first else [good, good, line]))
+        problems: list[Problem] = []
+        (recording,) = read(path, problems.append)
+        assert len(recording.calls) == 2
+        (problem,) = problems
+        assert problem.where == f"x.jsonl:{1 if first else 3}" and re.search(words, problem.reason), problem
+        replay([recording], Encoder(None), MatchProposer)
 
     def test_nothing_readable(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="no trajectory"):
