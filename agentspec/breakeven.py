@@ -13,11 +13,12 @@ from agentspec.errors import InvalidRequestError
 __all__ = ["add_arguments", "run", "tables"]
 
 
-def _numbers(text: str, kind: type) -> list[Any]:
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise InvalidRequestError(f"needed numbers separated by commas, got {text!r}") from error
+        what = "whole numbers" if kind is int else "numbers"
+        raise InvalidRequestError(f"{option}: needed {what} separated by commas, got {text!r:.80}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost", type=float, default=0.10, metavar="C", help="draft cost c, in forwards (default 0.10)"
     )
     parser.add_argument(
-        "--per", choices=("token", "step"), default="token", help="what costs c: each token, or the step"
+        "--per",
+        choices=("token", "step"),
+        help="what costs c: each token, or the step (default: token; with --curve: step)",
     )
     parser.add_argument(
-        "--curve", metavar="N:V,...", help="a verify-cost curve, e.g. 1:1,2:1.2,8:1.5,16:1.8; then S = E / (v(k+1) + c)"
+        "--curve",
+        metavar="N:V,...",
+        help="a verify-cost curve, e.g. 1:1,2:1.2,8:1.5,16:1.8; then S = E / (v(k+1) + c), c a step",
     )
     parser.add_argument(
         "--decode-share", type=float, metavar="F", help="decode's share of the chain's time: adds S_chain"
@@ -52,15 +57,17 @@ def tables(
     acceptances: list[float],
     ks: list[int],
     cost: float,
-    per: str = "token",
+    per: str | None = None,
     curve: economics.CostCurve | None = None,
     decode_share: float | None = None,
 ) -> dict[str, Any]:
-    """Expected tokens and speedup by (a, k), break-even a by k, best k by a; as plain lists for JSON."""
+    """Expected tokens and speedup by (a, k), break-even a by k (None with a curve), best k by a; as plain lists for
+    JSON. per: "token" or "step"; None: "step" with a curve, else "token"."""
+    per = per or ("token" if curve is None else "step")
 
     def speedup(a: float, k: int) -> float:
         if curve is not None:
-            s = economics.speedup_curve(a, k, cost, curve)
+            s = economics.speedup_curve(a, k, k * cost if per == "token" else cost, curve)
         elif per == "step":
             s = economics.speedup_per_step(a, k, cost)
         else:
@@ -76,7 +83,8 @@ def tables(
         "a": acceptances,
         "k": ks,
         "c": cost,
-        "per": per if curve is None else "curve",
+        "per": per,
+        "curve": None if curve is None else dict(curve.points),
         "expected_tokens": [[economics.expected_tokens(a, k) for k in ks] for a in acceptances],
         "speedup": speedups,
         "break_even_a": break_even,
@@ -86,8 +94,8 @@ def tables(
 
 def run(args: argparse.Namespace) -> int:
     result = tables(
-        _numbers(args.acceptance, float),
-        _numbers(args.drafted, int),
+        _numbers("--acceptance", args.acceptance, float),
+        _numbers("--drafted", args.drafted, int),
         args.cost,
         args.per,
         _curve(args.curve) if args.curve else None,
@@ -96,21 +104,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result, indent=2))
         return 0
-    formula = {
-        "token": "S = E(a, k) / (1 + k c)",
-        "step": "S = E(a, k) / (1 + c)",
-        "curve": "S = E(a, k) / (v(k + 1) + c)",
-    }[result["per"]]
+    forward = "1" if result["curve"] is None else "v(k + 1)"
+    formula = f"S = E(a, k) / ({forward} + {'k c' if result['per'] == 'token' else 'c'})"
     if args.decode_share is not None:
         formula += f", chain: 1 / (1 - f + f / S) with f = {args.decode_share:g}"
     print(f"Speedup {formula}, c = {args.cost:g}\n")
-    print("   a \\ k" + "".join(f"{k:>7}" for k in result["k"]) + "   best k")
+    width = max(7, len(str(max(result["k"]))) + 4)
+    print("   a \\ k" + "".join(f"{k:>{width}}" for k in result["k"]) + "   best k")
     for a, row, best in zip(result["a"], result["speedup"], result["best_k"], strict=True):
-        print(f"{a:>8.2f}" + "".join(f"{s:>7.2f}" for s in row) + f"{best:>9}")
+        print(f"{a:>8.2f}" + "".join(f"{s:>{width}.2f}" for s in row) + f"{best:>{max(9, width)}}")
     print("\nExpected tokens a step, E(a, k) = 1 + a + ... + a^k\n")
     for a, row in zip(result["a"], result["expected_tokens"], strict=True):
-        print(f"{a:>8.2f}" + "".join(f"{e:>7.2f}" for e in row))
+        print(f"{a:>8.2f}" + "".join(f"{e:>{width}.2f}" for e in row))
     if result["break_even_a"] is not None:
-        cells = "".join(f"{'never' if a is None else format(a, '.3f'):>7}" for a in result["break_even_a"])
+        cells = "".join(f"{'never' if a is None else format(a, '.3f'):>{width}}" for a in result["break_even_a"])
         print(f"\nBreak-even acceptance\n\n{'a':>8}{cells}")
     return 0

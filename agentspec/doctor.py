@@ -31,6 +31,32 @@ class Finding:
     remedy: str = ""
 
 
+_NEEDED = (
+    "torch",
+    "transformers",
+    "numba",
+    "numpy",
+    "langchain-core",
+    "llguidance",
+    "httpx",
+    "gguf",
+    "accelerate",
+    "opentelemetry-sdk",
+)
+
+# Works without it: subject, its packages, what they are for, and the command that adds them.
+_OPTIONAL = (
+    ("serve", ("fastapi", "uvicorn"), "only needed by agentspec serve", "pip install -e '.[serve]'"),
+    ("langchain", ("langchain", "langgraph"), "only needed by agents of LangChain", "pip install langchain langgraph"),
+    (
+        "otlp",
+        ("opentelemetry-exporter-otlp-proto-http",),
+        "without it spans can't be sent to Jaeger",
+        "pip install -e '.[otlp]'",
+    ),
+)
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -40,7 +66,7 @@ def _version(package: str) -> str | None:
 
 def _packages() -> list[Finding]:
     findings = [Finding("agentspec", "ok", f"{agentspec.__version__} on Python {platform.python_version()}")]
-    for package in ("torch", "transformers", "numba", "numpy", "langchain-core", "opentelemetry-sdk"):
+    for package in _NEEDED:
         version = _version(package)
         if version is None:
             findings.append(Finding(package, "missing", "not installed", f"pip install {package}"))
@@ -148,12 +174,14 @@ def _sglang() -> list[Finding]:
 
 def _optional() -> list[Finding]:
     findings = _sglang()
-    if _version("opentelemetry-exporter-otlp-proto-http") is None:
-        findings.append(
-            Finding("otlp", "note", "no OTLP exporter: spans can't be sent to Jaeger", "pip install -e '.[otlp]'")
-        )
-    else:
-        findings.append(Finding("otlp", "ok", "exporter installed"))
+    for subject, packages, use, remedy in _OPTIONAL:
+        versions = {package: _version(package) for package in packages}
+        absent = [package for package, version in versions.items() if version is None]
+        if absent:
+            findings.append(Finding(subject, "note", f"{', '.join(absent)} not installed: {use}", remedy))
+        else:
+            text = ", ".join(f"{package} {version}" for package, version in versions.items())
+            findings.append(Finding(subject, "ok", text))
     return findings
 
 

@@ -65,6 +65,32 @@ class TestCommand:
 
 @pytest.mark.fast
 class TestEconomics:
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--drafted", "1.5"], "--drafted: needed whole numbers separated by commas, got '1.5'"),
+            (["--acceptance", "x"], "--acceptance: needed numbers"),
+            (["--drafted", "-1"], "drafted tokens k: needed a whole number from 0"),
+            (["--drafted", "1" + "0" * 400], "drafted tokens k: needed a whole number from 0"),
+        ],
+    )
+    def test_bad_numbers(self, words, told, capsys):
+        assert cli.main(["economics", *words]) == 2
+        assert told in capsys.readouterr().err
+
+    def test_any_number_of_drafted_tokens_is_quick(self, capsys):
+        assert cli.main(["economics", "--drafted", "100000000,9007199254740992", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["expected_tokens"][3] == pytest.approx([5.0, 5.0])
+
+    def test_what_costs_is_heard_with_a_curve(self, capsys):
+        def best(*words):
+            assert cli.main(["economics", "--cost", "0.5", "--curve", "1:1,16:1", "--json", *words]) == 0
+            return json.loads(capsys.readouterr().out)
+
+        assert best()["speedup"] == best("--per", "step")["speedup"]
+        assert best("--per", "token")["best_k"] == [1, 1, 1, 2, 3]
+        assert best("--per", "step")["best_k"] == [8] * 5
+
     def test_table(self, capsys):
         assert cli.main(["economics"]) == 0
         out = capsys.readouterr().out
@@ -95,6 +121,22 @@ class TestDoctor:
         assert cli.main(["doctor"]) == 1
         captured = capsys.readouterr()
         assert "pip install opentelemetry-sdk" in captured.out and "opentelemetry-sdk" in captured.err
+
+    @pytest.mark.parametrize(
+        ("package", "subject", "state", "remedy"),
+        [
+            ("uvicorn", "serve", "note", "pip install -e '.[serve]'"),
+            ("langgraph", "langchain", "note", "pip install langchain langgraph"),
+            ("opentelemetry-exporter-otlp-proto-http", "otlp", "note", "pip install -e '.[otlp]'"),
+            *((p, p, "missing", f"pip install {p}") for p in ("llguidance", "httpx", "gguf", "accelerate")),
+        ],
+    )
+    def test_each_lack_has_its_command(self, package, subject, state, remedy, monkeypatch):
+        monkeypatch.setattr(doctor, "_version", lambda p: None if p == package else "1.0")
+        monkeypatch.setattr(doctor, "_sglang", list)
+        found = {f.subject: f for f in doctor._packages() + doctor._optional()}
+        assert (found[subject].state, found[subject].remedy) == (state, remedy)
+        assert all(f.state == "ok" for f in found.values() if f.subject != subject)
 
     def test_another_sglang_is_said(self, monkeypatch):
         from sglang_agentspec import diagnosis

@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_MOST_DRAFTED = 2**53  # beyond it a float holds no whole numbers one by one
+
+
 def _acceptance(a: float) -> float:
     if not 0.0 <= a <= 1.0:
         raise InvalidRequestError(f"acceptance a: needed 0..1, got {a!r}")
@@ -39,8 +42,8 @@ def _acceptance(a: float) -> float:
 
 
 def _drafted(k: int) -> int:
-    if isinstance(k, bool) or int(k) != k or k < 0:
-        raise InvalidRequestError(f"drafted tokens k: needed a whole number >= 0, got {k!r}")
+    if isinstance(k, bool) or not 0 <= k <= _MOST_DRAFTED or int(k) != k:
+        raise InvalidRequestError(f"drafted tokens k: needed a whole number from 0 to 2^53, got {k!r:.60}")
     return int(k)
 
 
@@ -53,7 +56,11 @@ def _cost(c: float) -> float:
 def expected_tokens(a: float, k: int) -> float:
     """E(a, k) = 1 + a + a^2 + ... + a^k, tokens a step; the 1 is the bonus token."""
     a, k = _acceptance(a), _drafted(k)
-    return math.fsum(a**i for i in range(k + 1))
+    if k <= 64:
+        return math.fsum(a**i for i in range(k + 1))
+    if a in (0.0, 1.0):
+        return 1.0 + a * k
+    return -math.expm1((k + 1) * math.log(a)) / (1.0 - a)
 
 
 def speedup_per_token(a: float, k: int, c: float) -> float:

@@ -18,7 +18,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.trace.page import page
 from agentspec.trace.reading import read
 from agentspec.trace.record import record
-from agentspec.trace.tree import tree
+from agentspec.trace.tree import legend, tree
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,22 +41,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """0; 1 if lines or spans had to be skipped."""
     if args.action == "record":
         command = args.words[1:] if args.words[:1] == ["--"] else args.words
         if not command:
             raise InvalidRequestError("trace record: needed a command after --, e.g. -- python my_agent.py")
         return record(args.file, command, content=args.content, steps=args.steps)
-    traces = read(args.file)
+    skipped: list[str] = []
+
+    def report(problem: str) -> None:
+        skipped.append(problem)
+        print(f"skipped {problem}", file=sys.stderr)
+
+    traces = read(args.file, report)
+    if skipped:
+        print(f"{len(skipped)} skipped", file=sys.stderr)
     if args.html is not None:
         try:
             args.html.write_text(page(traces, args.file.name), encoding="utf-8")
         except OSError as error:
             raise InvalidRequestError(f"--html {args.html}: can't be written: {error.strerror}") from error
         print(f"{args.html}: {len(traces)} traces, {sum(len(t.calls) for t in traces)} calls")
-        return 0
+        return 1 if skipped else 0
     width = args.width or shutil.get_terminal_size((120, 24)).columns
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     if plain and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     print("\n\n".join(tree(trace, width, plain) for trace in traces))
-    return 0
+    if words := legend(traces):
+        print(f"\n{words}")
+    return 1 if skipped else 0

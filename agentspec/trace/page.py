@@ -144,7 +144,7 @@ def _figures(a: dict[str, Any], kind: str) -> list[str]:
         paid = f' <small title="tokens a step from which drafting pays">({even:.2f})</small>'
     return [
         f"<div>{milliseconds(a[n.PREFILL_MS]) if n.PREFILL_MS in a else ''}</div>",
-        f"<div>{'' if p50 is None else f'{p50:.3g} / {p95:.3g} ms'}</div>",
+        f"<div>{'' if p50 is None or p95 is None else f'{p50:.3g} / {p95:.3g} ms'}</div>",
         f"<div>{acceptance}</div>",
         _cell("" if per_step is None else f"{per_step:.2f}{paid}", poor=bool(a.get(n.BELOW))),
         _cell("" if saved is None else _signed(saved), poor=(saved or 0) < 0),

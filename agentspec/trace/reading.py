@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,79 +66,185 @@ class Trace:
         return float(sum(call.attributes.get(key, 0) for call in self.calls))
 
 
-def read(path: Path) -> list[Trace]:
-    """The traces of a file, in the order in which they began. Raises InvalidRequestError for anything
-    else.
-    """
+def read(path: Path, report: Callable[[str], None] | None = None) -> list[Trace]:
+    """The traces of a file, in the order in which they began. A line or a span that can't be read is skipped, and
+    `report` is told which and why.
+
+    Raises InvalidRequestError if the file can't be read at all, or holds nothing readable."""
+    problems: list[str] = []
+    found: dict[str, tuple[str, list[_Span]]] = {}
+    for where, document in _documents(path, problems):
+        _sort_in(where, document, found, problems)
+    for problem in problems if report is not None else ():
+        report(problem)
+    if not found:
+        if problems:
+            raise InvalidRequestError(
+                f"{path}: needed OTLP JSON (resourceSpans), as `agentspec trace record` writes it, found something "
+                f"else: {'; '.join(problems[:3])}"
+            )
+        raise InvalidRequestError(f"{path}: has no spans")
+    ordered = sorted(found.items(), key=lambda item: min(span.start for span in item[1][1]))
+    return [_trace(id, service, spans) for id, (service, spans) in ordered]
+
+
+def _documents(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
+    """(where, JSON value): the whole file, or its lines."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        raw = path.read_bytes()
+    except OSError as error:
         raise InvalidRequestError(f"{path}: can't be read: {error}") from error
     try:
-        documents = [json.loads(text)]
-    except ValueError:
+        return [(path.name, json.loads(raw.decode("utf-8-sig")))]
+    except (ValueError, RecursionError):
+        pass  # one document a line, or damaged
+    documents = []
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            documents = [json.loads(line) for line in text.splitlines() if line.strip()]
+            documents.append((f"{path.name}:{number}", json.loads(line.decode("utf-8-sig"))))
+        except UnicodeDecodeError as error:
+            problems.append(f"{path.name}:{number}: not UTF-8 ({error})")
         except ValueError as error:
-            raise InvalidRequestError(f"{path}: needed OTLP JSON, found no JSON: {error}") from error
-    found: dict[str, tuple[str, list[tuple[int, int, dict[str, Any]]]]] = {}
+            problems.append(f"{path.name}:{number}: no JSON ({error})")
+        except RecursionError:
+            problems.append(f"{path.name}:{number}: nested too deeply to be read")
+    return documents
+
+
+_UNREADABLE = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+
+
+def _sort_in(where: str, document: Any, found: dict[str, tuple[str, list[_Span]]], problems: list[str]) -> None:
+    """A document's spans into `found`, by trace."""
+    number = 0
     try:
-        for document in documents:
-            for resource in document["resourceSpans"]:
-                about = _attributes(resource.get("resource", {}).get("attributes", []))
-                service = str(about.get("service.name", ""))
-                for scope in resource["scopeSpans"]:
-                    for span in scope["spans"]:
-                        times = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
-                        found.setdefault(span["traceId"], (service, []))[1].append((*times, span))
-        traces = [_trace(id, service, spans) for id, (service, spans) in found.items()]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InvalidRequestError(
-            f"{path}: needed OTLP JSON (resourceSpans), as `agentspec trace record` writes it, found "
-            f"something else: {type(error).__name__} {error}"
-        ) from error
-    if not traces:
-        raise InvalidRequestError(f"{path}: has no spans")
-    begins = {id: min(start for start, _, _ in spans) for id, (_, spans) in found.items()}
-    return sorted(traces, key=lambda trace: begins[trace.id])
+        for resource in document["resourceSpans"]:
+            about = _attributes(resource.get("resource", {}).get("attributes", []))
+            service = str(about.get("service.name", ""))
+            for scope in resource["scopeSpans"]:
+                for raw in scope["spans"]:
+                    number += 1
+                    try:
+                        trace, span = _text(raw, "traceId"), _span(raw)
+                    except _UNREADABLE as error:
+                        problems.append(f"{where}, span {number}: not laid out as expected ({_said(error)})")
+                    else:
+                        found.setdefault(trace, (service, []))[1].append(span)
+    except _UNREADABLE as error:
+        problems.append(f"{where}: not laid out as expected ({_said(error)})")
 
 
-def _trace(id: str, service: str, spans: list[tuple[int, int, dict[str, Any]]]) -> Trace:
-    began = min(start for start, _, _ in spans)
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if not isinstance(error, RecursionError) else "nested too deeply"
+
+
+@dataclass(slots=True)
+class _Span:
+    """A span as it was written, checked. start, end: ns; events: (ns, name, attributes)."""
+
+    id: str
+    parent: str
+    name: str
+    start: int
+    end: int
+    attributes: dict[str, Any]
+    failed: str
+    events: list[tuple[int, str, dict[str, Any]]]
+
+
+def _span(raw: dict[str, Any]) -> _Span:
+    status, attributes, failed = raw.get("status", {}), _attributes(raw.get("attributes", [])), ""
+    for key, value in attributes.items():
+        entry = n.known(key)
+        numeric = entry is not None and entry.kind in ("int", "float")
+        if numeric and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ValueError(f"{key}: needed a finite number, got {value!r:.60}")
+    if status.get("code") in (_ERROR, "STATUS_CODE_ERROR"):
+        failed = f"{attributes.get(n.ERROR_TYPE, 'error')}: {status.get('message', '')}".rstrip(": ")
+    return _Span(
+        id=_text(raw, "spanId"),
+        parent=_text(raw, "parentSpanId") if raw.get("parentSpanId") else "",
+        name=str(raw["name"]),
+        start=_time(raw["startTimeUnixNano"]),
+        end=_time(raw["endTimeUnixNano"]),
+        attributes=attributes,
+        failed=failed,
+        events=[
+            (_time(e["timeUnixNano"]), str(e["name"]), _attributes(e.get("attributes", [])))
+            for e in raw.get("events", [])
+        ],
+    )
+
+
+def _text(raw: dict[str, Any], key: str) -> str:
+    if not isinstance(raw[key], str):
+        raise TypeError(f"{key}: needed a text, got {raw[key]!r:.60}")
+    return raw[key]
+
+
+def _time(value: Any) -> int:
+    """Nanoseconds, in 64 bits as OTLP has them."""
+    time = int(value)
+    if not 0 <= time < 1 << 64:
+        raise ValueError(f"a time outside 0..2^64-1: {value!r:.60}")
+    return time
+
+
+def _trace(id: str, service: str, spans: list[_Span]) -> Trace:
+    began = min(span.start for span in spans)
     nodes: dict[str, Node] = {}
-    for start, end, span in sorted(spans, key=lambda item: (item[0], -item[1])):
-        status = span.get("status", {})
-        attributes = _attributes(span.get("attributes", []))
-        failed = ""
-        if status.get("code") in (_ERROR, "STATUS_CODE_ERROR"):
-            failed = f"{attributes.get(n.ERROR_TYPE, 'error')}: {status.get('message', '')}".rstrip(": ")
-        nodes[span["spanId"]] = Node(
-            id=span["spanId"],
-            parent=span.get("parentSpanId", ""),
-            name=str(span["name"]),
-            start_ms=(start - began) / 1e6,
-            ms=(end - start) / 1e6,
-            attributes=attributes,
-            failed=failed,
-            events=[
-                ((int(e["timeUnixNano"]) - began) / 1e6, str(e["name"]), _attributes(e.get("attributes", [])))
-                for e in span.get("events", [])
-            ],
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        nodes[span.id] = Node(
+            id=span.id,
+            parent=span.parent,
+            name=span.name,
+            start_ms=(span.start - began) / 1e6,
+            ms=(span.end - span.start) / 1e6,
+            attributes=span.attributes,
+            failed=span.failed,
+            events=[((at - began) / 1e6, name, attributes) for at, name, attributes in span.events],
         )
     roots: list[Node] = []
+    rings = _rings(nodes)
     for node in nodes.values():
-        parent = nodes.get(node.parent)
-        (parent.children if parent is not None and parent is not node else roots).append(node)
-    return Trace(id, service, roots, (max(end for _, end, _ in spans) - began) / 1e6)
+        if node.parent in nodes and node.id not in rings:
+            nodes[node.parent].children.append(node)
+        else:
+            roots.append(node)
+    return Trace(id, service, roots, (max(span.end for span in spans) - began) / 1e6)
+
+
+def _rings(nodes: dict[str, Node]) -> set[str]:
+    """One span of each ring of spans that are each other's parents (a damaged file's): where it is cut open."""
+    found: set[str] = set()
+    seen: dict[str, str] = {}  # id -> the walk that came by first
+    for start in nodes:
+        at = start
+        while at in nodes and at not in seen:
+            seen[at] = start
+            at = nodes[at].parent
+        if seen.get(at) == start:  # back at what this walk has seen
+            found.add(at)
+    return found
 
 
 def _attributes(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {pair["key"]: _value(pair["value"]) for pair in pairs}
+    return {str(pair["key"]): _value(pair["value"]) for pair in pairs}
+
+
+def _whole(value: Any) -> int:
+    """In 64 bits, as OTLP has them."""
+    number = int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"a whole number outside 64 bits: {number!r:.60}")
+    return number
 
 
 def _value(value: dict[str, Any]) -> Any:
     if "intValue" in value:
-        return int(value["intValue"])
+        return _whole(value["intValue"])
     if "doubleValue" in value:
         return float(value["doubleValue"])
     if "arrayValue" in value:

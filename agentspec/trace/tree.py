@@ -9,7 +9,7 @@ from __future__ import annotations
 from agentspec.telemetry import names as n
 from agentspec.trace.reading import Node, Trace
 
-__all__ = ["figures", "milliseconds", "summary", "tree"]
+__all__ = ["figures", "legend", "milliseconds", "summary", "tree"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -48,6 +48,16 @@ def summary(trace: Trace) -> str:
     if saved:
         words.append(f"{milliseconds(abs(saved))} {'saved' if saved > 0 else 'lost'} (estimated)")
     return ", ".join(word for word in words if word)
+
+
+def legend(traces: list[Trace]) -> str:
+    """What the figures' words mean, those that stand there; "" where none does."""
+    words = []
+    if any(trace.total(n.SAVED_MS) for trace in traces):
+        words.append("saved, lost: time against decoding the same tokens without drafts")
+    if any(call.attributes.get(n.BELOW) for trace in traces for call in trace.calls):
+        words.append("below break-even: the drafts brought fewer tokens a step than checking them cost")
+    return "; ".join(words)
 
 
 def figures(node: Node) -> str:

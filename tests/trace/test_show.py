@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from agentspec.cli import main
 from agentspec.errors import InvalidRequestError
 from agentspec.trace.page import page
 from agentspec.trace.reading import read
@@ -59,7 +60,7 @@ def call(id, start, end, parent="", **more):
         "agentspec__accepted": 10,
         "agentspec__time_saved_ms": 500.0,
     }
-    return span(id, "chat m", start, end, parent, **chat, **more)
+    return span(id, "chat m", start, end, parent, **{**chat, **more})
 
 
 def agent(id, start, end, parent="", **more):
@@ -156,6 +157,53 @@ def test_other_files_are_refused_with_a_reason(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(InvalidRequestError, match=words):
         read(path)
+
+
+GOOD = '{"resourceSpans": [{"scopeSpans": [{"spans": [%s]}]}]}'
+
+
+def changed(**more):
+    return GOOD % json.dumps(call("44", 1, 2) | more)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b'{"resourceSpans": \xff}', "not UTF-8"),
+        (b"{broken", "no JSON"),
+        (changed(startTimeUnixNano=float("inf")).encode(), "OverflowError"),
+        (changed(startTimeUnixNano="9" * 400).encode(), r"2\^64"),
+        (changed(traceId=5).encode(), "traceId: needed a text"),
+        (changed(spanId={}).encode(), "spanId: needed a text"),
+        (changed(attributes=[attribute("agentspec.itl.mean_ms", float("nan"))]).encode(), "finite number, got nan"),
+        (changed(attributes=[attribute("agentspec.accepted", "many")]).encode(), "finite number, got 'many'"),
+        (changed(attributes=[{"key": "a", "value": {"intValue": "1" * 100}}]).encode(), "64 bits"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_one_bad_line_costs_that_line(tmp_path, capsys, line, words):
+    path = tmp_path / "x.json"
+    path.write_bytes(line + b"\n" + (GOOD % json.dumps(call("22", 0, 1))).encode() + b"\n")
+    assert main(["trace", "show", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "chat m" in said.out and re.search(f"skipped x.json:1.*{words}", said.err) and "1 skipped" in said.err
+    assert main(["trace", "show", str(path), "--html", str(tmp_path / "x.html")]) == 1
+
+
+def test_spans_that_are_each_others_parents_are_shown(tmp_path):
+    ring = call("22", 0, 1, "44"), call("44", 0, 1, "55"), call("55", 0, 1, "22"), call("66", 0, 1, "66")
+    (trace,) = read(recording(tmp_path, *ring, call("77", 0, 1, "55")))
+    assert len(trace.nodes) == 5 and len(tree(trace).splitlines()) == 6
+
+
+def test_the_words_are_explained_where_they_stand(tmp_path, capsys):
+    lost = {"agentspec__time_saved_ms": -0.02, "agentspec__below_break_even": True}
+    assert main(["trace", "show", str(recording(tmp_path, call("22", 0, 1, **lost)))]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("saved, lost: time against") and "below break-even: the drafts" in last
+    assert main(["trace", "show", str(recording(tmp_path, span("22", "other", 0, 1)))]) == 0
+    assert "break-even" not in capsys.readouterr().out
 
 
 def test_the_command_on_a_recording(recording, tmp_path):
