@@ -107,6 +107,8 @@ class Grammar:
         any text.
         """
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+        if isinstance(kind, str) and kind in _FORMAT_FIELDS:
+            _known_fields("response_format", response_format, ("type", *_FORMAT_FIELDS[kind]))
         if kind == "text":
             return None
         if kind == "json_object":
@@ -118,6 +120,7 @@ class Grammar:
                     "response_format: json_schema needed {'json_schema': {'name': ..., 'schema': {...}}}, "
                     f"got {given!r:.120}"
                 )
+            _known_fields("response_format.json_schema", given, ("name", "description", "schema", "strict"))
             return cls.json_schema(given["schema"])
         if kind == "regex":
             return cls.regex(response_format.get("regex", response_format.get("pattern", "")))
@@ -145,6 +148,24 @@ class Grammar:
         rest = "@rest" if not self.parts else "(@this | @other)"
         start = f"thoughts space {rest}" if inside else f"({literal(opening)} thoughts space)? {rest}"
         return Grammar(f"start: {start}\nthoughts[lazy]: /(?s:.*){_escaped(closing)}/\nspace: /\\n{{0,2}}/\n", parts)
+
+
+# response_format's types, and the fields that each has beside "type".
+_FORMAT_FIELDS = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "regex": ("regex", "pattern"),
+    "grammar": ("grammar",),
+    "ebnf": ("ebnf",),
+    "choice": ("choice",),
+}
+
+
+def _known_fields(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key, value in given.items():
+        if key not in known and value is not None:
+            raise GrammarError(f"{what}: unknown field {key!r:.80}; known are {', '.join(known)}")
 
 
 def json_rule(schema: Any, whitespace: bool = False) -> str:

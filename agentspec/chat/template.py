@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.meta
 import numpy as np
 
 from agentspec.chat import formats
@@ -69,6 +72,16 @@ _RESERVED = frozenset(
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SEAM = 4  # tokens on each side of a splice that its decoding is checked with
 _CACHED_CHARACTERS = 4_000_000  # of tokenised stretches that are kept for the next call
+
+
+class _Generation(jinja2.ext.Extension):
+    """transformers' {% generation %} block, as what is in it."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,6 +156,18 @@ class ChatTemplate:
         """The template's text; "" where the model has none."""
         template = getattr(self.tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads and a caller may set (enable_thinking and the like), not those that
+        the renderer fills in."""
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            read = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+        except jinja2.TemplateError:  # it can't be rendered either
+            return frozenset()
+        filled = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+        return frozenset(read - filled - set(getattr(self.tokenizer, "special_tokens_map", ())))
 
     @functools.cached_property
     def renders_tools(self) -> bool:

@@ -95,6 +95,8 @@ def make_app(
     async def http(_: Request, error: HTTPException) -> Response:
         if isinstance(error.detail, dict):
             return JSONResponse(error.detail, error.status_code)
+        if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's, for a body that isn't read as JSON
+            return JSONResponse(errors.body(_unread(error.__cause__), "invalid_request_error"), 400)
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return JSONResponse(errors.body(str(error.detail), kind), error.status_code, error.headers)
 
@@ -163,8 +165,11 @@ class _Server:
     def _begin(self, asked: Asked, opened: Opened) -> Generation:
         engine = self._engine
         for variable in asked.template_options:
-            if variable not in engine.template.source:
-                raise UnknownOptionError(f"{variable}: this model's chat template knows no such thing; leave it out")
+            if variable not in engine.template.variables:
+                known = ", ".join(sorted(engine.template.variables)) or "none"
+                raise UnknownOptionError(
+                    f"{variable}: this model's chat template has no such variable to set (it has: {known}); leave it out"
+                )
         if asked.messages is not None:
             messages = asked.messages
             if "developer" not in engine.template.source:  # OpenAI's newer word for system
@@ -287,6 +292,17 @@ def _whole_characters(raw: bytes) -> None:
             raise InvalidRequestError(
                 f"the body holds half of a surrogate pair, which is no character: {error}"
             ) from None
+
+
+def _unread(cause: BaseException) -> str:
+    """Why the body wasn't read, and what to send."""
+    if isinstance(cause, RecursionError):
+        return errors.TOO_DEEP
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body: needed JSON in UTF-8, got bytes that aren't ({cause.reason} at byte {cause.start})"
+    if isinstance(cause, ValueError):
+        return f"the body: needed JSON whose numbers fit 64 bits, got one that can't be read ({cause})"
+    return f"the body: needed one JSON object, got what can't be read ({type(cause).__name__})"
 
 
 def _invalid(error: RequestValidationError) -> dict[str, Any]:

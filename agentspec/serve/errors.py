@@ -13,7 +13,9 @@ from agentspec.errors import (
     RequestAbortedError,
 )
 
-__all__ = ["body", "of_exception"]
+__all__ = ["TOO_DEEP", "body", "of_exception"]
+
+TOO_DEEP = "the body: needed JSON nested at most a hundred deep, got deeper"
 
 
 def body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
@@ -28,6 +30,8 @@ def of_exception(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, InvalidRequestError):
         param, colon, _ = str(error).partition(":")
         return 400, body(str(error), "invalid_request_error", None, param if colon and " " not in param else None)
+    if isinstance(error, RecursionError):
+        return 400, body(TOO_DEEP, "invalid_request_error")
     if isinstance(error, (EngineClosedError, MemoryBudgetError, RequestAbortedError)):
         return 503, body(str(error), "server_error", "unavailable")
     if isinstance(error, AgentSpecError):

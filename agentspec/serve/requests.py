@@ -259,31 +259,92 @@ def _completion(request: CompletionRequest, options: dict[str, Any]) -> str | tu
     return prompt if isinstance(prompt, str) else tuple(prompt)
 
 
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning", "thinking")
+# What an answer of ours, or OpenAI's client beside it, has in a message; templates are not told of the last three.
+_MESSAGE = ("role", "content", "tool_calls", *_TEXTS, "invalid_tool_calls", "annotations", "parsed")
+_CALL = ("id", "type", "index", "function")
+_FUNCTION = ("name", "arguments", "parsed_arguments")
+
+
 def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Without fields that are null (an SDK's model_dump writes them), text parts as one text."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"messages[{number}]: needed a 'role', got {json.dumps(message)[:120]}")
+    where = f"messages[{number}]"
     told = {key: value for key, value in message.items() if value is not None}
-    content = told.get("content")
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        told["content"] = "".join(part["text"] for part in content)
-    if not isinstance(told.get("tool_calls", []), list) or not all(
-        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
-        for call in told.get("tool_calls", [])
-    ):
-        raise InvalidRequestError(f"messages[{number}].tool_calls: needed a list of calls")
+    if not isinstance(told.get("role"), str):
+        raise InvalidRequestError(f"{where}: needed a 'role', got {json.dumps(message)[:120]}")
+    _known(where, told, _MESSAGE)
+    for key in _TEXTS:
+        if not isinstance(told.get(key, ""), str):
+            raise InvalidRequestError(f"{where}.{key}: needed a text, got {told[key]!r:.80}")
+    if "content" in told:
+        told["content"] = _content(f"{where}.content", told["content"])
+    for key in ("tool_calls", "invalid_tool_calls", "annotations"):
+        value = told.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise InvalidRequestError(f"{where}.{key}: needed a list of objects, got {value!r:.80}")
+    for place, call in enumerate(told.get("tool_calls", ())):
+        _check_call(f"{where}.tool_calls[{place}]", call)
+    if "content" not in told and ("reasoning_content" in told or "invalid_tool_calls" in told):
+        told["content"] = ""  # an answer of ours that was cut inside its thoughts or a call
+    for key in ("invalid_tool_calls", "annotations", "parsed"):
+        told.pop(key, None)
     return told
+
+
+def _check_call(where: str, call: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError unless it is {"id", "type": "function", "function": {"name", "arguments"}}."""
+    call = {key: value for key, value in call.items() if value is not None}
+    _known(where, call, _CALL)
+    function = call.get("function")
+    if not isinstance(call.get("id", ""), str) or call.get("type", "function") != "function":
+        raise InvalidRequestError(f"{where}: needed an id that is a text and the type 'function', got {call!r:.120}")
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(
+            f"{where}.function: needed {{'name': text, 'arguments': JSON text}}, got {function!r:.80}"
+        )
+    _known(f"{where}.function", function, _FUNCTION)
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequestError(f"{where}.function.name: needed a text, got {function.get('name')!r:.80}")
+    if not isinstance(function.get("arguments"), (str, Mapping)):
+        raise InvalidRequestError(
+            f"{where}.function.arguments: needed JSON text or an object, got {function.get('arguments')!r:.80}"
+        )
+
+
+def _content(where: str, content: Any) -> str:
+    """A text, or a list of text parts as one text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where}: needed a text or a list of text parts, got {content!r:.80}")
+    texts = []
+    for place, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{where}[{place}]: needed {{'type': 'text', 'text': text}}, since this server reads text only, "
+                f"got {part!r:.80}"
+            )
+        _known(f"{where}[{place}]", part, ("type", "text"))
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise UnknownOptionError(f"{where}: this server knows no field {key!r:.80} there: {hint}")
 
 
 def _prediction(given: Mapping[str, Any] | None) -> tuple[Seed, ...]:
     """OpenAI's predicted output is draft material."""
     if given is None:
         return ()
-    content = given.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else "" for part in content)
-    if given.get("type") != "content" or not isinstance(content, str):
-        raise InvalidRequestError("prediction: needed {'type': 'content', 'content': text}")
+    _known("prediction", given, ("type", "content"))
+    if given.get("type") != "content":
+        raise InvalidRequestError(f"prediction: needed {{'type': 'content', 'content': text}}, got {given!r:.80}")
+    content = _content("prediction.content", given.get("content"))
     return (Seed(content),) if content else ()
 
 

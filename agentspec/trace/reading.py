@@ -75,8 +75,9 @@ def read(path: Path, report: Callable[[str], None] | None = None) -> list[Trace]
     found: dict[str, tuple[str, list[_Span]]] = {}
     for where, document in _documents(path, problems):
         _sort_in(where, document, found, problems)
-    for problem in problems if report is not None else ():
-        report(problem)
+    if report is not None:
+        for problem in problems:
+            report(problem)
     if not found:
         if problems:
             raise InvalidRequestError(
@@ -179,9 +180,10 @@ def _span(raw: dict[str, Any]) -> _Span:
 
 
 def _text(raw: dict[str, Any], key: str) -> str:
-    if not isinstance(raw[key], str):
-        raise TypeError(f"{key}: needed a text, got {raw[key]!r:.60}")
-    return raw[key]
+    value = raw[key]
+    if not isinstance(value, str):
+        raise TypeError(f"{key}: needed a text, got {value!r:.60}")
+    return value
 
 
 def _time(value: Any) -> int:
