@@ -77,7 +77,7 @@ _CACHED_CHARACTERS = 4_000_000  # of tokenised stretches that are kept for the n
 class _Generation(jinja2.ext.Extension):
     """transformers' {% generation %} block, as what is in it."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)

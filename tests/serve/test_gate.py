@@ -70,7 +70,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({**BODY, "store": True}, "", "store"),
     ({**BODY, "no_stop_trim": True}, "", "no_stop_trim"),
     ({**BODY, "separate_reasoning": False}, "", "separate_reasoning"),
-    ({**BODY, "reasoning_effort": "high"}, "", "chat template knows no such thing"),
+    ({**BODY, "reasoning_effort": "high"}, "", "chat template has no such variable"),
     ({**BODY, "custom_params": {"agentspec_drafts": False}}, "", "did you mean agentspec_draft?"),
     ({**BODY, "session_id": ""}, "", "session_id"),
     (b"{not json", "", "no JSON"),
