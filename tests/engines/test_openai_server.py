@@ -211,6 +211,16 @@ def test_what_messages_cannot_ask_for_is_told(client: Any, options: Any, says: s
     assert server.seen == []
 
 
+@pytest.mark.parametrize("messages", ["text", [5], [{"role": "user", "content": 5}], [{**USER, "content": "\ud800"}]])
+def test_what_is_no_message_is_told_here(client: Any, messages: Any) -> None:
+    engine, server = client("somebody", tokenizer=None)
+    with pytest.raises(InvalidRequestError, match="messages"):
+        engine.chat(messages)
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        engine.chat([USER], grammar="x")
+    assert server.seen == []
+
+
 @pytest.mark.parametrize(
     "unknown", [(404, "no"), (405, ""), (400, "bad"), (200, "<html>Welcome</html>"), (200, '{"error": "no endpoint"}')]
 )
