@@ -601,6 +601,15 @@ class _Progress:
         print(f"\r{number + 1}/{of} trajectories  {row.family:12.12}", end=end, file=sys.stderr, flush=True)
 
 
+def _curve_in_words(curve: Any) -> str:
+    """Which v(n) the speedup is predicted from."""
+    if curve == "gpu":
+        return "a GPU's assumed cost of a forward over n tokens, v(n) = 1 + 0.005 (n - 1) (--curve FILE for a measured one)"
+    if curve == "cpu":
+        return "two CPU cores' cost of a forward over n tokens (--curve FILE for this machine's)"
+    return f"the cost curve {curve!r}" if isinstance(curve, str) else f"the cost curve v(n) = {curve}"
+
+
 def _figure(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -629,7 +638,7 @@ def summary(report: Report) -> str:
     interval = "" if np.isnan(low) else f" (95 % of resampled trajectories: {low:.2f} to {high:.2f})"
     lines.append("")
     lines.append(
-        f"predicted speedup {_figure(totals['speedup'])}{interval} at v(n) of '{report.settings['curve']}'; "
+        f"predicted speedup {_figure(totals['speedup'])}{interval} at {_curve_in_words(report.settings['curve'])}; "
         f"break-even {_figure(totals['break_even'])} tokens a step"
     )
     if len(families) > 1:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +44,18 @@ PLAN: list[list[str]] = [
     ["write_note"],
 ]
 QUESTION = "How do I deploy the app, and what do I do when the migration fails? Read the files, then answer."
+
+
+class SayProgress(AgentMiddleware):
+    """A line on stderr for each model call: on the CPU one takes many seconds."""
+
+    def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+        number = 1 + sum(isinstance(message, AIMessage) for message in request.messages)
+        print(f"call {number} ...", end="", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        answer = handler(request)
+        print(f" {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        return answer
 
 
 class FollowPlan(AgentMiddleware):
@@ -97,7 +111,9 @@ def run(model: ChatAgentSpec, free: bool = False) -> list[BaseMessage]:
         folder = Path(name)
         for path, text in FILES.items():
             (folder / path).write_text(text)
-        agent = create_agent(model, tools_over(folder), middleware=[] if free else [FollowPlan()], name="file-agent")
+        agent = create_agent(
+            model, tools_over(folder), middleware=[SayProgress(), *([] if free else [FollowPlan()])], name="file-agent"
+        )
         asked = {"messages": [HumanMessage(QUESTION)]}
         messages: list[BaseMessage] = agent.invoke(asked, {"recursion_limit": 40})["messages"]
         return messages

@@ -294,7 +294,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1  # a record was skipped
     said = capsys.readouterr()
     assert "runs.jsonl:5" in said.err
-    assert "predicted speedup" in said.out
+    assert "predicted speedup" in said.out and "v(n) = 1 + 0.005 (n - 1) (--curve FILE" in said.out
     figures = json.loads((tmp_path / "x.json").read_text())
     assert figures["totals"]["output_tokens"] == 20
     assert figures["widths"]["16"]["speedup"] > 0

@@ -210,6 +210,23 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """All of a conversion's bars off: the GGUF reader's is tqdm's own, which transformers' switch doesn't reach."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    module: Any = reader
+    was = getattr(module, "tqdm", None)
+    if was is not None:
+        module.tqdm = lambda items, **_: items
+    try:
+        with _quiet():
+            yield
+    finally:
+        if was is not None:
+            module.tqdm = was
+
+
 # ---- GGUF -----------------------------------------------------------------------------------------
 
 
@@ -302,7 +319,10 @@ def _convert(gguf: Path, path: Path, source: ModelSource, announce: Notice) -> N
         started = time.monotonic()
         work = Path(tempfile.mkdtemp(prefix=path.name + ".", dir=path.parent))
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        _write_conversion(gguf, work, source)
+        # transformers' bars are for a terminal: in a log each redrawn bar is a line of its own.
+        shown = sys.stderr is not None and sys.stderr.isatty()
+        with contextlib.nullcontext() if shown else _no_bars():
+            _write_conversion(gguf, work, source)
         (work / _READY).write_text(json.dumps({"format": _FORMAT, "gguf": gguf.name}), encoding="utf-8")
         if path.exists():
             shutil.rmtree(path)

@@ -151,3 +151,15 @@ def test_two_processes_convert_the_real_gguf_once(tmp_path):
     directories = [p for p in (tmp_path / "models").iterdir() if p.is_dir()]
     assert len(directories) == 1
     assert json.loads((directories[0] / "agentspec-conversion.json").read_text())["format"] == 1
+
+
+@pytest.mark.fast
+def test_a_conversions_bars_can_be_switched_off(capsys):
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    with models._no_bars():
+        assert list(reader.tqdm([1, 2], desc="a")) == list(logging.tqdm([1, 2], desc="b")) == [1, 2]
+    assert capsys.readouterr().err == ""
+    assert list(reader.tqdm([1, 2], desc="a")) == [1, 2]
+    assert "a:" in capsys.readouterr().err
