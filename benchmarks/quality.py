@@ -41,7 +41,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "shared16-deferred": {"fixed": True, "deferred": True},
     "own16": {"fixed": True, "shared": False},
     "own16-deferred": {"fixed": True, "shared": False, "deferred": True},
-    "shared-four": {"price": 0.103},
+    "shared-four": {"price": 0.108},
     "shared-gpu": {"curve": CURVES["gpu"], "max_draft": 32},
     "shared-cpu": {"curve": CURVES["cpu"], "max_draft": 31},
 }
