@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -499,6 +500,8 @@ class Recorder:
     VERSION = 1
 
     def __init__(self, path: str | Path, content: bool = False) -> None:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise InvalidRequestError(f"record: needed a path to write to, got {path!r}")
         self.path = Path(path)
         self.content = content
         self.calls = 0

@@ -385,3 +385,10 @@ def test_fifty_runs_of_one_agent_do_not_decay() -> None:
         )
         rates = [group["tokens_per_step"] for group in report.by(lambda row: int(row.trajectory)).values()]
         assert np.mean(rates[-10:]) > 0.97 * np.mean(rates[2:12])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("path", [None, "", 5, b""])
+def test_recording_needs_a_path(path):
+    with pytest.raises(InvalidRequestError, match="record: needed a path"):
+        record(path)

@@ -93,6 +93,8 @@ def test_what_is_wrong_is_said_in_openais_shape(server: Any) -> None:
         assert (error["code"] or "") == code, (body, error)
     status, told = post(server, {"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions")
     assert status == 400 and "one prompt a request" in told["error"]["message"]
+    status, told = post(server, {"model": "tiny", "prompt": "half \ud83d"}, "/v1/completions")
+    assert status == 400 and "surrogate" in told["error"]["message"]
     status, told = post(server, BODY, **{"Content-Type": "text/plain"})  # what a page in a browser may send anywhere
     assert status == 415
     assert post(server, BODY, "/v1/nothing")[0] == 404
