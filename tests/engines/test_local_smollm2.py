@@ -58,7 +58,7 @@ def compare(engine: Any, wanted: int, tokens: int) -> tuple[int, list[CallStats]
                     trajectory=trajectory,
                     ignore_eos=number >= len(chosen),
                     **sampled,
-                )  # fmt: skip
+                )
             ).result()
             for draft, trajectory in zip((False, True), chain, strict=True)
         ]
