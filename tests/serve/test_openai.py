@@ -146,9 +146,12 @@ def test_namespaces_and_seeds(server: Any) -> None:
         )
 
     text = ask(client).choices[0].message.content
-    a, b = (asked(session, namespace="team").agentspec["accepted"] for session in "ab")
-    c = asked("c", namespace="other").agentspec["accepted"]
-    assert b > max(a, c), "b copies what a said, and nobody else does"
+    alone = asked("alone").agentspec  # what it copies of itself
+    a, b = (asked(session, namespace="team").agentspec for session in "ab")
+    c = asked("c", namespace="other").agentspec
+    assert b["accepted"] > max(told["accepted"] for told in (alone, a, c))
+    # only b may draw on another's output: a is the first of its team, c of another
+    assert [told["accepted_by_source"].get("shared", 0) > 0 for told in (alone, a, b, c)] == [False, False, True, False]
     assert asked("d", seed_texts=[USER["content"] + text]).agentspec["accepted_by_source"].get("seed", 0) > 0
     predicted = ask(client, prediction={"type": "content", "content": text}, extra_body={"session_id": "e"})
     assert predicted.choices[0].message.content == text

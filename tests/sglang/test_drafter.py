@@ -61,18 +61,23 @@ def begin(drafter: Drafter, prompt: list[int], **options: object) -> Call:
     return drafter.begin(settings, np.array(prompt, np.int32), max_output=100)
 
 
-def test_a_repeated_output_is_drafted() -> None:
-    drafter = make()
+@pytest.mark.parametrize("proposer", ["match", "mixture"])
+def test_a_repeated_output_is_drafted(proposer: str) -> None:
+    drafter = make(proposer=proposer)
     output = [i * 7 % 47 for i in range(40)]
     _, first = run(drafter, begin(drafter, [1, 2, 3]), output)
     emitted, again = run(drafter, begin(drafter, [1, 2, 3]), output)
     assert emitted == output and again < first / 2
 
 
+@pytest.mark.parametrize("proposer", ["match", "mixture"])
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=60), st.lists(st.integers(0, 4), min_size=1, max_size=40))
-def test_whatever_is_drafted_the_output_is_the_targets(output: list[int], prompt: list[int]) -> None:
-    drafter = make()
+@given(
+    output=st.lists(st.integers(0, 4), min_size=2, max_size=60),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+)
+def test_whatever_is_drafted_the_output_is_the_targets(proposer: str, output: list[int], prompt: list[int]) -> None:
+    drafter = make(proposer=proposer)
     for _ in range(2):
         call = begin(drafter, prompt)
         emitted, steps = run(drafter, call, output)

@@ -37,6 +37,7 @@ def test_retracted_requests_say_the_same(server: Server) -> None:
         assert [a["output_ids"] for a in together] == [a["output_ids"] for a in alone]
         retracted += sum(a["meta_info"]["num_retractions"] for a in together)
     assert retracted > 0, "nothing was retracted: the test shows nothing"
+    assert sum(steps(a)[0] for a in together) < sum(steps(a)[0] for a in alone)
     assert "IntegrityError" not in server.log
 
 
