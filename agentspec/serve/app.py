@@ -27,7 +27,6 @@ from opentelemetry.context import attach, detach
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from agentspec.chat import encodable
 from agentspec.engines.base import Generation, GenerationRequest
 from agentspec.engines.local import LocalEngine
 from agentspec.errors import InvalidRequestError, RequestAbortedError, UnknownOptionError
@@ -182,7 +181,7 @@ class _Server:
                 **asked.options,
             )
         prompt = asked.prompt
-        ids = tuple(engine.tokenizer(encodable("prompt", prompt))["input_ids"]) if isinstance(prompt, str) else prompt
+        ids = tuple(engine.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
         return engine.generate(GenerationRequest.of(input_ids=ids, trajectory=opened.trajectory, **asked.options))
 
 
