@@ -45,6 +45,12 @@ class KVCache(ABC):
     """
 
     length: int = 0
+    tree: bool = False  # the last step was one, and its rows wait for keep
+
+    def check_settled(self) -> None:
+        """Raises EngineError while a tree's rows wait for `keep`."""
+        if self.tree:
+            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
 
     @property
     @abstractmethod
@@ -259,8 +265,7 @@ class StockForward(Forward):
         self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
     ) -> torch.Tensor:
         assert isinstance(cache, _StockCache)
-        if cache.tree:
-            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
+        cache.check_settled()
         new = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device)[None]
         n = new.shape[1]
         start = cache.length

@@ -282,8 +282,7 @@ class PackedForward(Forward):
         self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
     ) -> torch.Tensor:
         assert isinstance(cache, BlockedCache)
-        if cache.tree:
-            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
+        cache.check_settled()
         new = np.ascontiguousarray(ids, dtype=np.int64)
         n = len(new)
         start = cache.length

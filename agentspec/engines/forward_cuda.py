@@ -177,8 +177,7 @@ class GraphForward(Forward):
         self, cache: KVCache, ids: Sequence[int] | np.ndarray, rows: int = 1, parents: Sequence[int] | None = None
     ) -> torch.Tensor:
         assert isinstance(cache, GraphCache)
-        if cache.tree:
-            raise EngineError("step: the last step was a tree: cache.keep(rows) must say which rows to go on with")
+        cache.check_settled()
         new = np.ascontiguousarray(ids, dtype=np.int64)
         n, start, widest = len(new), cache.length, self.widths[-1]
         if start + n + widest > self._space.sizes[-1]:
