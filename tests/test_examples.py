@@ -28,6 +28,22 @@ def load(name: str) -> Any:
     return module
 
 
+def run_python(*command: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A program as a user runs it; it has to end well."""
+    paths = [str(ROOT), str(ROOT / "integrations" / "langchain")]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=1400,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 @pytest.fixture
 def engine(tiny_engine: Callable[..., Any]) -> Any:
     return tiny_engine(model={"max_position_embeddings": 8192})
@@ -115,16 +131,32 @@ def test_every_example_is_run_here() -> None:
 )
 def test_on_smollm2(command: list[str]) -> None:
     needs_the_wheel()
-    paths = [str(ROOT), str(ROOT / "integrations" / "langchain")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / command[0]), *command[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1400,
-    )
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python(str(EXAMPLES / command[0]), *command[1:])
     if "--compare" in command:
         assert "the same text: True" in done.stdout and done.stdout.count("7 calls") == 2
+
+
+_README_PROGRAM_ENDS = """
+quote("words.txt")
+answer = agent.invoke({"messages": [{"role": "user", "content": "Say hello."}]}, {"recursion_limit": 4})
+print("answered:", answer["messages"][1].type)
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(1500)
+def test_the_readmes_plain_loop_and_langchain_agent_are_one_program(tmp_path: Path) -> None:
+    """Its Python blocks, run one after the other as a reader does, then called."""
+    needs_the_wheel()
+    readme = (ROOT / "README.md").read_text()
+    blocks = [
+        block
+        for heading in ("In a plain loop", "In LangChain")
+        for block in re.findall(r"```python\n(.*?)```", readme.split(f"## {heading}\n")[1].split("\n## ")[0], re.S)
+    ]
+    assert len(blocks) == 2
+    (tmp_path / "program.py").write_text("\n".join(blocks) + _README_PROGRAM_ENDS)
+    (tmp_path / "words.txt").write_text("The river runs past the mill. In spring the water is high.")
+    done = run_python("program.py", directory=tmp_path)
+    assert re.search(r"^[1-9]\d* tokens in [1-9]\d* steps$", done.stdout, re.M)
+    assert "answered: ai" in done.stdout
