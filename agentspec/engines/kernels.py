@@ -307,7 +307,7 @@ def _segment(
     t = np.empty(32, np.float32)
     row_keys = np.empty((head_dim, BLOCK) if tree else (0, 0), np.float32)
     row_values = np.empty((BLOCK, value_dim) if tree else (0, 0), np.float32)
-    at_q, at_s, at_acc, at_factors = _address(q), _address(s), _address(acc), _address(factors)
+    at_s, at_acc, at_factors = _address(s), _address(acc), _address(factors)
     q_step, acc_step = 4 * head_dim, 4 * value_dim
     for r in range(total):
         maxima[r] = _MASKED
@@ -319,6 +319,9 @@ def _segment(
             acc[r, d] = _ZERO
     shared = start // BLOCK if tree else last_block  # the blocks before it hold the same keys for every row
     for block in range(first_block, last_block):
+        # numba frees an array after its last use by name, whatever addresses of it are about: so q is named here, in
+        # the loop that reads it by address (s, factors and acc are named further down, or the caller's).
+        at_q = _address(q)
         base = block * BLOCK
         # In a shared block any four rows make a tile; beyond it the heads of one row do, as its keys are its own.
         span = total if block < shared else group

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,8 @@ from agentspec.engines.forward import paths_of
 from agentspec.engines.team import Team, torch_team
 
 pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[2]
 
 CHAIN = np.zeros((0, 0), np.int32)
 
@@ -129,3 +135,23 @@ def test_a_team_computes_the_same_tree(team: Team) -> None:
         query = case.query[start : start + 33]
         alone = case.attend(start, query, 0, paths, depths)
         assert np.array_equal(case.attend(start, query, 0, paths, depths, team), alone)
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    """In a process whose malloc overwrites what is freed and unmaps what is large, the definition holds as before."""
+    code = (
+        "from tests.engines.test_kernels import *\n"
+        "for tokens, start in ((101, 100), (304, 300), (300, 0)):\n"
+        "    case = Case(tokens, 2, 4, 64, 64, 0)\n"
+        "    found = case.attend(start, case.query[start:])\n"
+        "    assert np.abs(found - case.definition(0)[start:]).max() < 2e-5, (tokens, start)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_PERTURB_": "165", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
