@@ -89,18 +89,122 @@ def test_where_nothing_can_be_written_a_private_directory_serves(package: Path, 
 @pytest.mark.fast
 def test_a_private_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
-    path = Path(kernels._private_directory())
+    path = Path(kernels._private(None))
     assert path.is_dir() and stat.S_IMODE(path.stat().st_mode) == 0o700
+
+    def refused() -> bool:
+        with pytest.raises(OSError):
+            kernels._private(None)
+        return True
+
     path.chmod(0o755)
-    assert kernels._private_directory() == ""
+    assert refused()
     path.rmdir()
     path.symlink_to(tmp_path)
-    assert kernels._private_directory() == ""
+    assert refused()
     path.unlink()
     path.write_text("")
-    assert kernels._private_directory() == ""
+    assert refused()
     monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(path))  # a file: nothing can be made in it
-    assert kernels._private_directory() == ""
+    assert refused()
+
+
+CALLEE = """
+from probe.kernels import kernel
+ADDED = 1
+@kernel("int64(int64[::1], int64)")
+def take(values, place):
+    return values[place] + ADDED
+"""
+CALLER = """
+from probe.callee import take
+from probe.kernels import kernel
+@kernel("int64(int64[::1], int64)")
+def twice(values, place):
+    return 2 * take(values, place)
+@kernel(["int64(int64[::1])", "int64(float64[::1])"])
+def size(values):
+    return len(values)
+"""
+PROBE = (
+    "import numpy as np\n"
+    "from probe.caller import size, twice\n"
+    "from probe.kernels import kernel_report\n"
+    "assert size(np.zeros(3)) == 3 and size(np.zeros(4, np.int64)) == 4\n"
+    "print(kernel_report()['from_cache'], end=' ')\n"
+    "try: print(twice(np.array([5, 6]), {place}))\n"
+    "except IndexError: print('outside')\n"
+)
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    """A package of two modules with kernels, one calling the other's."""
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "__init__.py").write_text("")
+    (tmp_path / "probe" / "callee.py").write_text(CALLEE)
+    (tmp_path / "probe" / "caller.py").write_text(CALLER)
+    shutil.copy(kernels.__file__, tmp_path / "probe" / "kernels.py")
+    return tmp_path
+
+
+@pytest.mark.fast
+def test_what_is_loaded_is_made_of_what_is_there(probe: Path) -> None:
+    """numba notices a change in the kernel's own file alone: a caller kept the callee that it was compiled with."""
+
+    def printed(place: int = 0, **environment: str) -> str:
+        done = run(PROBE.format(place=place), probe, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert printed() == "0 12\n"
+    assert printed() == "3 12\n"
+    (probe / "probe" / "callee.py").write_text(CALLEE.replace("ADDED = 1", "ADDED = 2"))
+    assert printed() == "0 14\n"
+    assert printed(7, NUMBA_BOUNDSCHECK="1") == "0 outside\n"
+    assert printed(1) == "3 16\n"
+    assert printed(1, NUMBA_CACHE_DIR=str(probe / "cache")) == "0 16\n"
+    # Versions that nobody needs any more don't pile up.
+    for number in range(2 * kernels._KEPT):
+        (probe / "probe" / "__pycache__" / f"kernels-probe.callee-{number}").mkdir()
+    (probe / "probe" / "callee.py").write_text(CALLEE.replace("ADDED = 1", "ADDED = 3"))
+    assert printed() == "0 16\n"
+    assert len(list((probe / "probe" / "__pycache__").glob("kernels-probe.callee-*"))) == kernels._KEPT
+
+
+@pytest.mark.fast
+def test_another_numba_has_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkout, two environments: loading what another numba compiled was seen to abort the process."""
+
+    def name() -> str:
+        kernels._name.cache_clear()
+        return kernels._name("agentspec.memory.index")
+
+    ours = name()
+    assert name() == ours
+    for change in (
+        lambda: monkeypatch.setattr(kernels.numba, "__version__", "0.0.1"),
+        lambda: monkeypatch.setattr(kernels.llvmlite.binding, "get_host_cpu_name", lambda: "another"),
+        lambda: monkeypatch.setattr("agentspec.memory.index.LEAD", 17),
+    ):
+        change()
+        assert name() != ours
+        monkeypatch.undo()
+    kernels._name.cache_clear()
+
+
+@pytest.mark.fast
+def test_processes_that_compile_at_the_same_time(probe: Path) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "AGENTSPEC_", "PYTHON"))}
+    command = [sys.executable, "-c", PROBE.format(place=0)]
+    started = [
+        subprocess.Popen(command, cwd=probe, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    for process in started:
+        output, errors = process.communicate(timeout=200)
+        assert process.returncode == 0 and output.endswith(" 12\n"), errors
+    assert run(PROBE.format(place=0), probe).stdout == "3 12\n"
 
 
 @pytest.mark.fast
