@@ -166,22 +166,12 @@ class CostMeter:
 
 def stored(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
     """The times (ms by width) measured before for this model, machine and forward; None: none."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {int(n): float(ms) for n, ms in known[json.dumps(identity, sort_keys=True)].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None  # nothing measured yet, or a file somebody broke: measured again
+    return _kept(path).get(_key(identity))
 
 
 def store(path: Path, identity: Mapping[str, Any], times: Mapping[int, float]) -> None:
     """Keep the times. A home that can't be written is no error: measured again next time."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
-    known[json.dumps(identity, sort_keys=True)] = {str(n): ms for n, ms in times.items()}
+    known = {**_kept(path), _key(identity): {n: float(ms) for n, ms in times.items()}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -189,3 +179,29 @@ def store(path: Path, identity: Mapping[str, Any], times: Mapping[int, float]) -
         os.replace(temporary, path)
     except OSError:
         pass
+
+
+def _key(identity: Mapping[str, Any]) -> str:
+    return json.dumps(identity, sort_keys=True)
+
+
+def _kept(path: Path) -> dict[str, dict[int, float]]:
+    """The file's entries that `measure` can have made. What somebody broke is left out, and so measured again."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = known.items() if isinstance(known, dict) else ()
+    return {key: times for key, entry in entries if (times := _times(entry)) is not None}
+
+
+def _times(entry: Any) -> dict[int, float] | None:
+    """ms by width, or None where `measure` can't have said so: widths of WIDTHS, times from n = 1's to n times that."""
+    widths = {str(n): n for n in WIDTHS}
+    if not isinstance(entry, dict) or not entry.keys() <= widths.keys():
+        return None
+    # JSON's integers and booleans are no times: they were written as floats, and a float holds no 400 digits.
+    times = {widths[name]: ms for name, ms in entry.items() if isinstance(ms, float) and math.isfinite(ms)}
+    base = times.get(1, 0.0)
+    good = len(times) == len(entry) and base > 0 and all(base <= ms <= n * base for n, ms in times.items())
+    return times if good else None

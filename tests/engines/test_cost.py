@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from agentspec.drafting import CostCurve
 from agentspec.engines import cost
@@ -124,6 +129,76 @@ def test_kept_on_disk_and_a_broken_file_heals(tmp_path: Path) -> None:
         assert cost.stored(path, identity) is None
         cost.store(path, identity, {1: 60.0})
         assert cost.stored(path, identity) == {1: 60.0}
+
+
+IDENTITY = {"model": "m", "threads": 2}
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+_widths = st.sampled_from([str(n) for n in cost.WIDTHS]) | st.integers(-5, 40).map(str) | st.text(max_size=3)
+_numbers = st.floats(1.0, 40.0) | st.floats() | st.sampled_from([0, -1, True, 10**400, "60", None, 60])
+_nearly_times = st.dictionaries(_widths, _numbers, max_size=5) | st.fixed_dictionaries(
+    {"1": _numbers}, optional={"2": _numbers}
+)
+
+
+def _heals(path: Path) -> None:
+    """Whatever the file holds: no curve of it, or one to work with; and what is measured then is kept."""
+    times = cost.stored(path, IDENTITY)
+    if times is not None:
+        curve = CostCurve.measured(times)
+        v = curve.table(100)[1:]
+        assert 1 in times and curve.base_ms is not None and 0 < curve.base_ms < math.inf
+        assert v[0] == 1.0 and np.isfinite(v).all() and (np.diff(v) >= 0).all()
+        assert all(curve(n) <= n * (1 + 1e-9) for n in times)
+        cost.CostMeter(curve).record(2, 70.0)
+    cost.store(path, IDENTITY, {1: 60.0, 2: 70.5})
+    assert cost.stored(path, IDENTITY) == {1: 60.0, 2: 70.5}
+
+
+@given(entry=_json | _nearly_times)
+@example(entry={})
+@example(entry={"1": math.nan, "2": 70.0})
+@example(entry={"1": 60.0, "2": math.inf})
+@example(entry={"1": math.inf, "2": math.inf})
+@example(entry={"1": 60.0, "0": 60.0})
+@example(entry={"1": 60.0, "-3": 60.0})
+@example(entry={"1": 0.0, "2": 0.0})
+@example(entry={"1": 60.0, "2": 0.0})
+@example(entry={"1": -60.0, "2": -60.0})
+@example(entry={"1": 60.0, "2": 10**400})
+@example(entry={"1": 10**400, "2": 10**400})
+@example(entry={"1": 60.0, "1" + 400 * "0": 60.0})
+@example(entry={"2": 60.0})
+@example(entry={"1": 1e308, "2": 1.5e308})
+@example(entry={"1": 5e-324, "32": 1.6e-322})
+def test_an_entry_that_no_measurement_made_is_measured_again(entry: Any, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("cost") / "curves.json"
+    path.write_text(json.dumps({json.dumps(IDENTITY, sort_keys=True): entry, "other": entry}), encoding="utf-8")
+    _heals(path)
+
+
+@given(content=st.binary(max_size=60) | _json.map(lambda value: json.dumps(value).encode()))
+@example(content=b"[" * 100_000)
+@example(content=b'{"a":' * 100_000)
+@example(content=b'{"other": ' + b"9" * 5000 + b"}")
+@example(content=b'{"other": {"1": "\\ud800"}}')
+def test_whatever_the_file_holds_it_heals(content: bytes, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("cost") / "curves.json"
+    path.write_bytes(content)
+    _heals(path)
+
+
+def test_others_entries_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "curves.json"
+    cost.store(path, {"model": "other"}, {1: 5.0, 4: 9.0})
+    broken = json.loads(path.read_text())
+    path.write_text(json.dumps({**broken, "broken": {"1": 0}}))
+    cost.store(path, IDENTITY, {1: 60.0})
+    assert cost.stored(path, {"model": "other"}) == {1: 5.0, 4: 9.0}
+    assert "broken" not in json.loads(path.read_text())
 
 
 def test_a_place_that_cannot_be_written_is_no_error() -> None:
