@@ -109,7 +109,7 @@ def _numba() -> list[Finding]:
 
 
 def _model() -> list[Finding]:
-    from agentspec.engines import models
+    from agentspec.engines import conversion, models
     from agentspec.errors import ModelError
 
     try:
@@ -126,7 +126,7 @@ def _model() -> list[Finding]:
             )
         ]
     converted = models.converted_path(Path(source.location))
-    if not (converted / "agentspec-conversion.json").is_file():
+    if conversion.damage(converted):
         return [
             Finding(
                 "smollm2", "note", "found; the first load converts it, which takes a minute or two", "agentspec demo"

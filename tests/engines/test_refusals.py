@@ -13,7 +13,7 @@ import torch
 import agentspec
 from agentspec.chat import Grammar
 from agentspec.drafting import CostCurve
-from agentspec.engines import models
+from agentspec.engines import conversion, models
 from agentspec.engines.base import GenerationRequest
 from agentspec.engines.local import LocalEngine
 from agentspec.errors import GrammarError, InvalidRequestError, ModelLoadError
@@ -228,7 +228,7 @@ def test_a_conversion_elsewhere_that_never_ends(monkeypatch: Any, tmp_path: Any)
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF" + bytes(100))
     monkeypatch.setenv("AGENTSPEC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(models, "_LONGEST_CONVERSION_S", 0.1)
+    monkeypatch.setattr(conversion, "_LONGEST_S", 0.1)
     path = models.converted_path(gguf)
     path.parent.mkdir(parents=True)
     told: list[str] = []
