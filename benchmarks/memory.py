@@ -2,16 +2,17 @@
 imported.
 
     python benchmarks/memory.py speed      match, append and bytes a token, on text and on degenerate input
-    python benchmarks/memory.py accounts   bytes counted against bytes that the process holds
+    python benchmarks/memory.py bytes      the most bytes a token at any size, in messages of 200 tokens
+    python benchmarks/memory.py accounts   bytes counted against bytes that the process holds, stores of all shapes
     python benchmarks/memory.py startup    compiling the kernels once, loading them afterwards
     python benchmarks/memory.py soak       10 million tokens through a store of 128 MiB
     python benchmarks/memory.py orders     which context lengths' copies come true, on recorded trajectories
     python benchmarks/memory.py            all but the last
 
 --json prints one object; --quick takes a tenth of everything; --traces DIR and --tokenizer DIR are for
-`orders`. Run with the repository's root on PYTHONPATH, and with the interpreter of a virtual environment that
-has sglang (and, `pip install arctic-inference`, Arctic's tree) to see the peers. Times are of a busy or a
-quiet machine as it comes: bulk work in processor time, single calls as the median of many.
+`orders`. The peers are measured where they can be imported: SGLang in its own environment (without a GPU
+with PYTHONPATH=tests/sglang/rig SGLANG_USE_CPU_ENGINE=1), Arctic's tree as benchmarks/peers.py says. Times are
+of a busy or a quiet machine as it comes: bulk work in processor time, single calls as the median of many.
 """
 
 from __future__ import annotations
@@ -197,45 +198,56 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         follow = tokens[start : start + (2000 if options.quick else 10_000)]
         result["agentspec"][name] = ours(tokens, follow)
     for name, subject in (("sglang NgramCorpus", sglang), ("arctic suffix tree", arctic)):
-        try:
-            rows = {}
-            for case in ("text, 100k", "128k distinct"):
-                rows[case] = subject(cases[case], cases[case][1000 : 1000 + (500 if options.quick else 3000)])
-            result[name] = rows
-        except ImportError as error:
-            result[name] = f"not importable here ({error})"
+        # Each in a new process: what it holds is told by how the process grows.
+        rows = {}
+        for case in ("text, 100k", "128k distinct"):
+            code = f"""
+import json
+from benchmarks.memory import inputs, {subject.__name__}
+tokens = inputs(True)[{case!r}]
+try: print(json.dumps({subject.__name__}(tokens, tokens[1000:{1500 if options.quick else 4000}])))
+except ImportError as error: print(json.dumps(str(error)))
+"""
+            rows[case] = json.loads(child(code).splitlines()[-1])
+        result[name] = rows
     return result
 
 
+def most_bytes(options: argparse.Namespace) -> dict[str, Any]:
+    """Arrays grow in steps: the most bytes a token while a memory grows from 20,000 tokens on."""
+    from agentspec.memory import TrajectoryMemory
+
+    length = 50_000 if options.quick else 400_000
+    random = np.random.default_rng(0)
+    cases = {"text": text(length), "distinct": random.permutation(length).astype(np.int32)}
+    for vocabulary in (200, 20_000, 50_000):
+        cases[f"random of {vocabulary}"] = random.integers(0, vocabulary, length).astype(np.int32)
+    most = {}
+    for name, tokens in cases.items():
+        memory, most[name] = TrajectoryMemory(), 0.0
+        for at in range(0, length, 200):
+            memory.seed(tokens[at : at + 200])
+            if len(memory) >= 20_000:
+                most[name] = max(most[name], memory.nbytes / len(memory))
+    return most
+
+
+SHAPES = ("agents", "small", "short messages", "one large", "open calls", "turned over")
+
+
 def accounts(options: argparse.Namespace) -> dict[str, Any]:
-    """Fill a store in a new process, by trajectories of an agent's size, and compare."""
-    code = f"""
-import gc, json, resource
-import numpy as np, psutil
-from benchmarks.memory import text
-from agentspec.memory import MemoryStore, Span, TrajectoryMemory
+    """Fill a store in a new process and compare what it counts with what the process holds, for each of SHAPES."""
+    code = """
+import gc, json
+import psutil
+from benchmarks.memory import fill, text
+from agentspec.memory import MemoryStore, TrajectoryMemory
 process = psutil.Process()
 TrajectoryMemory().extend([1, 2])
-source = text(200_000)
-store = MemoryStore({2**24 if options.quick else 2**27})
-random = np.random.default_rng(0)
+source = text(400_000)
 gc.collect(); before = process.memory_info().rss
-number = 0
-while not store.evictions:
-    memory = store.open(f"run {{number}}", "agent" if number % 2 else None)
-    number += 1
-    prompt = []
-    spans = []
-    for _ in range(int(random.integers(3, 25))):
-        at = int(random.integers(0, 190_000))
-        new = source[at : at + int(random.integers(20, 800))].tolist()
-        spans.append(Span(len(prompt), len(prompt) + len(new), role="user"))
-        prompt += new
-        context = memory.extend(prompt, spans)
-        memory.append(context, source[at + 900 : at + 960])
-        memory.close(context)
-        prompt += context.output.tolist()
-del prompt, spans, context
+store = MemoryStore({budget})
+kept = fill(store, {shape!r}, source)
 gc.collect()
 held = process.memory_info().rss - before
 counted = store.nbytes
@@ -243,15 +255,62 @@ tokens = sum(len(m) for m in store._memories.values())
 print(json.dumps(dict(trajectories=len(store), tokens=tokens, counted=counted, resident=held,
                       ratio=counted / held, bytes_per_token=counted / tokens)))
 """
-    return dict(json.loads(child(code)))
+    budget = 2**24 if options.quick else 2**26
+    return {shape: json.loads(child(code.format(budget=budget, shape=shape))) for shape in SHAPES}
+
+
+def fill(store: Any, shape: str, source: np.ndarray) -> list[Any]:
+    """Fill a store to its budget by one of SHAPES. Returns the open calls."""
+    from agentspec.memory import Span
+
+    random = np.random.default_rng(0)
+    opened = []
+    number = 0
+    while store.evictions < (store.budget_bytes // 2**17 if shape == "turned over" else 1):
+        memory = store.open(f"run {number}", ("agent", "other", None)[number % 3])
+        number += 1
+        at = int(random.integers(0, 300_000))
+        if shape == "agents":
+            prompt: list[int] = []
+            spans: list[Span] = []
+            for _ in range(int(random.integers(3, 25))):
+                at = int(random.integers(0, 390_000))
+                new = source[at : at + int(random.integers(20, 800))].tolist()
+                spans.append(Span(len(prompt), len(prompt) + len(new), role="user"))
+                prompt += new
+                context = memory.extend(prompt, spans)
+                memory.append(context, source[at + 900 : at + 960])
+                memory.close(context)
+                prompt += context.output.tolist()
+        elif shape == "small":
+            memory.close(memory.extend(source[at : at + 100]))
+        elif shape == "short messages":
+            memory.close(memory.extend(source[at : at + 3000], [Span(n, n + 5) for n in range(0, 3000, 5)]))
+        elif shape == "one large":
+            memory.seed(random.integers(0, 50_000, store.trajectory_tokens // 2))
+            break
+        elif shape == "open calls":
+            context = memory.extend(source[at : at + 10_000])
+            for step in range(0, 2000, 4):
+                memory.append(context, source[at + step : at + step + 4])
+            opened.append(context)
+            if store.nbytes > store.budget_bytes * 3 // 4:
+                break
+        else:
+            memory.close(memory.extend(source[at : at + int(random.choice([200, 2000, 20_000, 60_000]))]))
+    return opened
 
 
 def startup(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from `import agentspec.memory` to the first match, kernels compiled and kernels loaded."""
+    """Seconds from `import agentspec.memory` to the first match, kernels compiled and kernels loaded; and the same
+    with every kernel there is.
+    """
     code = """
 import json, time
 import numba, numpy
+{first}
 a, p = time.perf_counter(), time.process_time()
+{imports}
 from agentspec.memory import TrajectoryMemory
 from agentspec.memory.kernels import kernel_report
 m = TrajectoryMemory(); m.match(m.extend([1, 2, 1]))
@@ -259,17 +318,22 @@ report = kernel_report()
 report.update(seconds=time.perf_counter() - a, processor_seconds=time.process_time() - p)
 print(json.dumps(report))
 """
-    with tempfile.TemporaryDirectory() as directory:
-        first = json.loads(child(code, NUMBA_CACHE_DIR=directory))
-        later = [json.loads(child(code, NUMBA_CACHE_DIR=directory)) for _ in range(3)]
-    return {
-        "compile_s": first["seconds"],
-        "compile_processor_s": first["processor_seconds"],
-        "load_s": statistics.median(run["seconds"] for run in later),
-        "load_processor_s": statistics.median(run["processor_seconds"] for run in later),
-        "kernels": first["kernels"],
-        "loaded_from_cache": later[0]["from_cache"],
-    }
+    everything = "import agentspec.drafting.acceptance, agentspec.drafting.mixing, agentspec.engines.kernels"
+    result = {}
+    for name, first, imports in (("memory", "", ""), ("everything", "import torch", everything)):
+        with tempfile.TemporaryDirectory() as directory:
+            whole = code.format(first=first, imports=imports)
+            compiled = json.loads(child(whole, NUMBA_CACHE_DIR=directory))
+            later = [json.loads(child(whole, NUMBA_CACHE_DIR=directory)) for _ in range(3)]
+        result[name] = {
+            "compile_s": compiled["seconds"],
+            "compile_processor_s": compiled["processor_seconds"],
+            "load_s": min(run["seconds"] for run in later),
+            "load_processor_s": min(run["processor_seconds"] for run in later),
+            "kernels": float(compiled["kernels"]),
+            "loaded_from_cache": float(later[0]["from_cache"]),
+        }
+    return result
 
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
@@ -373,7 +437,12 @@ def child(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "AGENTSPEC_QUIET": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "AGENTSPEC_QUIET": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -383,7 +452,14 @@ def child(code: str, **environment: str) -> str:
     return done.stdout
 
 
-MEASUREMENTS = {"speed": speed, "accounts": accounts, "startup": startup, "soak": soak, "orders": orders}
+MEASUREMENTS = {
+    "speed": speed,
+    "bytes": most_bytes,
+    "accounts": accounts,
+    "startup": startup,
+    "soak": soak,
+    "orders": orders,
+}
 
 
 def show(name: str, result: dict[str, Any], indent: str = "") -> None:

@@ -26,8 +26,8 @@ How
     hops find them all, however long the chain is. A context of a higher order enters the table only when the
     next lower order's has occurred twice (until then that one occurrence answers for it), which keeps the
     table small. All orders share one open-addressing table of int32: order (2 bits), some bits of the hash
-    (3), position (26). Per token: 4 bytes token, 12 links, and about 1 entry of 4 bytes at a load between 0.7
-    and 0.8.
+    (3), position (26). Per token: 4 bytes token, 12 links, and about 1 entry of 4 bytes at a load between 0.78
+    and 0.875.
 
 Kernels are written in arithmetic that never leaves int64 and never overflows it, so that they run as plain
 Python too (NUMBA_DISABLE_JIT=1).
@@ -59,7 +59,7 @@ MAX_TOKENS = 2**26 - 1  # positions have 26 bits of a table entry
 _ORDER_0, _ORDER_1, _ORDER_2 = ORDERS
 _EMPTY = -1
 _OWN_PAGES = 65536  # bytes from which an array gets pages of its own
-_LOAD_NUMERATOR, _LOAD_DENOMINATOR = 4, 5
+_LOAD_NUMERATOR, _LOAD_DENOMINATOR = 7, 8
 # Columns of a row of find()'s result, and the places it names.
 PLACE, POSITION, AGREEMENT, SOURCE, END = range(5)
 IN_OUTPUT, IN_MEMORY, IN_SHARED = range(3)
@@ -589,6 +589,7 @@ class MatchIndex:
     """Tokens with an index over them, growing. Not thread-safe: its owner holds a lock.
 
     tokens: int32[capacity], the first `size` are in use
+    charged: for so many tokens memory is held, or about to be; somewhat more than size
     links:  int32[capacity - base, 3], for each position from base on and each order, the position before it
             with the same context, or -1
     table:  int32[slots], see the module's docstring; -1: free
@@ -596,24 +597,27 @@ class MatchIndex:
     An index with a base indexes only positions from base on (an open call's output behind its prompt).
     """
 
-    __slots__ = ("base", "links", "size", "table", "tokens", "used")
+    __slots__ = ("base", "charged", "links", "size", "table", "tokens", "used")
 
     def __init__(self, capacity: int = 64, base: int = 0) -> None:
         self.base = base
         self.size = 0
-        self.tokens: Int32 = _allocate(max(1, capacity))
+        self.charged = max(1, capacity)
+        self.tokens: Int32 = _allocate(self.charged)
         self.links: Int32 = np.empty((0, 3), dtype=np.int32)
         self.table: Int32 = np.empty(0, dtype=np.int32)
         self.used: Int64 = np.zeros(1, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.links.nbytes + self.table.nbytes + self.used.nbytes
+        """Bytes held. Of tokens and links `charged` count: what lies behind is addresses without memory."""
+        links = min(len(self.links), self.charged - self.base)
+        return 4 * self.charged + 12 * links + self.table.nbytes + self.used.nbytes
 
     def write(self, ids: Int32) -> None:
         """Add tokens without indexing them. O(1) a token, amortised."""
         need = self.size + len(ids)
-        if need > len(self.tokens):
+        if need > self.charged:
             self._reserve(need)
         self.tokens[self.size : need] = ids
         self.size = need
@@ -621,10 +625,10 @@ class MatchIndex:
     def append(self, ids: Int32) -> None:
         """Add tokens and index each: it followed the context before it. O(1) a token, amortised."""
         first, need = self.size, self.size + len(ids)
-        if need > len(self.tokens):
+        if need > self.charged:
             self._reserve(need)
-        if need - self.base > len(self.links):
-            self._reserve_links(need)
+        if self.charged - self.base > len(self.links):
+            self._reserve_links()
         if len(self.table) < 64:
             self._grow_table(0)
         used = int(self.used[0])
@@ -662,27 +666,29 @@ class MatchIndex:
         self.table = np.empty(0, dtype=np.int32)
         self.used[0] = 0
 
-    # ---- growth: by a sixteenth where arrays are large, so that little is held unused ---------------
+    # ---- growth ---------------------------------------------------------------------------------
 
     def _reserve(self, need: int) -> None:
         if need > MAX_TOKENS:
             raise MemoryBudgetError(
                 f"one trajectory can hold {MAX_TOKENS} tokens, {need} were needed: start a new trajectory"
             )
-        grown = _allocate(_grown(need))
-        grown[: self.size] = self.tokens[: self.size]
-        self.tokens = grown
+        self.charged = need + max(64, need // 64)
+        if self.charged > len(self.tokens):
+            grown = _allocate(self.charged, spare=True)
+            grown[: self.size] = self.tokens[: self.size]
+            self.tokens = grown
 
-    def _reserve_links(self, need: int) -> None:
-        # Not longer than the tokens' array, so that a prompt that fills it leaves the links exact too.
-        grown = _allocate(3 * (max(len(self.tokens), need) - self.base)).reshape(-1, 3)
-        grown[: len(self.links)] = self.links
+    def _reserve_links(self) -> None:
+        grown = _allocate(3 * (self.charged - self.base), spare=True).reshape(-1, 3)
+        held = min(len(self.links), self.size - self.base)
+        grown[:held] = self.links[:held]
         self.links = grown
 
     def _grow_table(self, expected: int) -> None:
         slots = len(self.table)
         least = max(64, 2 * slots if slots < 2048 else slots + slots // 8)
-        wanted = (int(self.used[0]) + expected) * 9 // 7
+        wanted = (int(self.used[0]) + expected) * 6 // 5
         grown = _allocate(max(least, min(wanted, 8 * slots)))
         grown.fill(_EMPTY)
         if slots:
@@ -732,18 +738,19 @@ class MatchIndex:
 _SEAM = np.array([SEAM], dtype=np.int32)
 
 
-def _allocate(count: int) -> Int32:
+def _allocate(count: int, spare: bool = False) -> Int32:
     """int32[count], large ones as pages of their own, which go back to the system at once when they are
-    dropped.
+    dropped; with room for as many again where that is wanted and takes no memory before it is written to.
 
     In malloc's heap the arrays of evicted memories leave holes: a store that had turned over its budget a few
     times was seen to hold a fifth more than it counted.
     """
     if 4 * count < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
         return np.empty(count, dtype=np.int32)
-    pages = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, (8 if spare else 4) * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if spare and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        try:
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be held whole for its first token
+        except OSError:
+            pass  # a kernel without them
     return np.frombuffer(pages, dtype=np.int32)
-
-
-def _grown(need: int) -> int:
-    return need + max(64, need // 16)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,9 @@ TRIES = 16
 DEFAULT_MAX_TOKENS = 4 * 2**20
 # What a memory costs before it holds a token, and an open call besides its arrays: measured by
 # benchmarks/memory.py.
-_EMPTY_BYTES = 1800
+_EMPTY_BYTES = 2000
 _OPEN_BYTES = 2048
-_HELD_ENTRY_BYTES = 150
+_HELD_ENTRY_BYTES = 80  # the two numbers of an entry of _held, besides the dict
 
 
 class Source(enum.IntEnum):
@@ -333,6 +334,7 @@ class TrajectoryMemory:
                 + self._index.nbytes
                 + self._rows.nbytes
                 + self._identities.nbytes
+                + sys.getsizeof(self._held)
                 + _HELD_ENTRY_BYTES * len(self._held)
                 + sum(context.nbytes for context in self._open)
                 + sum(int(getattr(attachment, "nbytes", 0)) for attachment in self.attachments.values())
@@ -389,9 +391,9 @@ class TrajectoryMemory:
         with self.lock:
             if context.closed or context.memory is not self:
                 raise InvalidRequestError("append: this call is closed, or belongs to another memory")
-            held = len(index.tokens) + len(index.table)
+            held = index.charged + len(index.table)
             index.append(ids)
-            grew = len(index.tokens) + len(index.table) != held
+            grew = index.charged + len(index.table) != held
         if grew:
             self._grew()
 
@@ -731,7 +733,7 @@ class TrajectoryMemory:
         """Fill an empty memory with tokens and segments (int32[m, 4], positions in tokens)."""
         index = MatchIndex(len(tokens) + 64)
         index.write(tokens)
-        index._reserve_links(index.size)
+        index._reserve_links()
         for start, end in rows[:, :2].tolist():
             index.insert(start, end)
         self._index = index

@@ -281,3 +281,16 @@ def test_threads() -> None:
     assert not errors and not any(thread.is_alive() for thread in threads)
     store.check()
     assert store.nbytes <= 2 * MIB
+
+
+@pytest.mark.parametrize("period", [1, 3, 5000])
+def test_the_store_knows_what_an_open_call_holds_after_every_step(period: int) -> None:
+    store = MemoryStore(4 * MIB)
+    memory = store.open("a")
+    context = memory.extend([1, 2, 3])
+    output = np.arange(40_000, dtype=np.int32) % period
+    for at in range(0, len(output), 16):
+        memory.append(context, output[at : at + 16])
+        assert store._total == store.nbytes
+    assert store.nbytes > 16 * len(output)
+    store.check()
