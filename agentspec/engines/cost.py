@@ -38,8 +38,8 @@ def measure(
     """(ms of a forward by width, whether the machine was steady), robust against other load.
 
     run(n): one forward over n tokens, waited for. Each is compared with the n = 1 forwards right before and after;
-    the middle of the rounds that fit the budget (at least one) counts, never more than n times n = 1 and never less
-    than a narrower width. Steady: the middle n = 1 took less than 1.5 times the fastest; what was measured otherwise
+    the middle of the rounds that fit the budget (at least one) counts, never more than n times n = 1; widths that
+    contradict each other (a narrower one that took longer) get their mean. Steady: the middle n = 1 took less than 1.5 times the fastest; what was measured otherwise
     serves, but isn't worth keeping.
     """
 
@@ -63,11 +63,8 @@ def measure(
         if time.perf_counter() > end and all(ratios.values()):
             break
     base = min(singles)
-    times = {1: base}
-    highest = 1.0
-    for n, seen in ratios.items():
-        highest = max(highest, min(statistics.median(seen), float(n)))
-        times[n] = highest * base
+    found = {n: (statistics.median(seen), 1.0) for n, seen in ratios.items()}
+    times = {n: v * base for n, v in _rising(found).items()}
     return times, statistics.median(singles) < 1.5 * base
 
 
@@ -148,20 +145,24 @@ class CostMeter:
                 self._seen[point] += part
 
     def _rebuild(self) -> None:
-        """The nearest curve that doesn't fall (pool adjacent violators): where two points contradict, the one that was
-        seen more often counts more."""
-        pools: list[tuple[float, float, list[int]]] = []  # v, weight, points
-        for n in sorted(self._v):
-            v, weight, points = min(self._v[n], float(n)), 1.0 + self._seen[n], [n]
-            while pools and pools[-1][0] > v:
-                other, heavier, earlier = pools.pop()
-                v = (v * weight + other * heavier) / (weight + heavier)
-                weight, points = weight + heavier, earlier + points
-            pools.append((v, weight, points))
-        curve = {n: max(1.0, min(v, float(n))) for v, _, points in pools for n in points}
-        curve[1] = 1.0
+        """Where two points contradict each other, the one that was seen more often counts more."""
+        curve = _rising({n: (v, 1.0 + self._seen[n]) for n, v in self._v.items() if n > 1})
         self.curve = CostCurve(curve, base_ms=self._level, name=self.curve.name)
         self.version += 1
+
+
+def _rising(points: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+    """The nearest v(n) that doesn't fall, from 1 at n = 1 and never above n, of n -> (v, weight): pool adjacent
+    violators."""
+    pools: list[tuple[float, float, list[int]]] = []  # v, weight, widths
+    for n, (v, weight) in sorted(points.items()):
+        v, widths = min(v, float(n)), [n]
+        while pools and pools[-1][0] > v:
+            other, heavier, earlier = pools.pop()
+            v = (v * weight + other * heavier) / (weight + heavier)
+            weight, widths = weight + heavier, earlier + widths
+        pools.append((v, weight, widths))
+    return {1: 1.0} | {n: max(1.0, min(v, float(n))) for v, _, widths in pools for n in widths}
 
 
 def stored(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:

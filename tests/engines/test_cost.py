@@ -74,6 +74,23 @@ def test_a_single_slow_run_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == sorted(found)
 
 
+def test_one_disturbed_width_does_not_lift_the_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was seen: v(4) = v(8) = v(16) = 2.74 on a busy machine, where v(16) is 1.8."""
+    machine = Machine("none")
+    inner = machine.run
+
+    def run(n: int) -> None:
+        inner(n)
+        if n == 4:
+            machine.now += 0.06 * 1.44
+
+    monkeypatch.setattr(cost.time, "perf_counter", machine.perf_counter)
+    times, _ = cost.measure(run)
+    found = {n: times[n] / times[1] for n in times}
+    assert found[4] == found[8] == found[16] == pytest.approx((2.74 + 1.5 + 1.8) / 3)
+    assert found[32] == pytest.approx(2.2)
+
+
 def test_a_slow_model_is_measured_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("none")
     monkeypatch.setattr(cost.time, "perf_counter", machine.perf_counter)
