@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import contextvars
+import functools
 import importlib.metadata
 import json
 import re
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import agentspec
 from agentspec import telemetry
+from agentspec.engines.models import notice, waiting
 from agentspec.errors import InvalidRequestError
 from agentspec.loop import tool, trajectory
 
@@ -174,13 +176,14 @@ def run(args: argparse.Namespace) -> int:
     documents = Documents(args.docs)
     if args.otlp is not None:
         telemetry.configure(endpoint=args.otlp or None)
-    say = (lambda text: print(text, file=sys.stderr)) if args.json else print
+    say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     say(
         f"A document agent works through {len(documents.files)} file(s): {', '.join(documents.files)}.\n"
         f"The plan is scripted (a 135M model can't plan); tools, texts, model and answers are real.\n"
         f"Every call runs twice: plain decoding, and agentspec. Loading {args.model} ..."
     )
-    from agentspec.engines.local import LocalEngine
+    with waiting(notice, "importing torch and transformers"):
+        from agentspec.engines.local import LocalEngine
 
     options = {"proposer": args.proposer} if args.proposer else {}
     with LocalEngine(args.model, **options) as engine:
@@ -188,12 +191,12 @@ def run(args: argparse.Namespace) -> int:
         widths = ", ".join(f"v({n}) = {v:.2f}" for n, v in curve.points.items() if n > 1)
         say(f"One forward takes {curve.base_ms or 0:.0f} ms for one token; {widths}.\n")
         if not args.json:
-            print(_HEADER)
+            say(_HEADER)
         pairs = []
         for number, pair in enumerate(_calls(engine, documents), start=1):
             pairs.append(pair)
             if not args.json:
-                print(_row(number, pair), flush=True)
+                say(_row(number, pair))
     unequal = [number for number, pair in enumerate(pairs, start=1) if not pair.equal]
     totals = _totals(pairs)
     if args.json:

@@ -128,7 +128,8 @@ class LocalEngine:
         telemetry.watch_memory(self.store)
         self.proposer = make_proposer(proposer, self.tokenizer)
         self.max_draft = max_draft
-        self.forward = Forward.load(self._model, fast=fast)
+        with models.waiting(announce, "preparing the model's forward and checking it against transformers' own"):
+            self.forward = Forward.load(self._model, fast=fast)
         self._states = States(self.store, default_budget(self.device) if kv_budget is None else kv_budget)
         self._token_bytes = (
             token_bytes(self._model.config, self.dtype.itemsize) if self.forward.cache_kind == "full" else 0

