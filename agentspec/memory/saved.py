@@ -127,8 +127,10 @@ def read(path: str | os.PathLike[str], fingerprint: str) -> list[SavedMemory]:
     """The memories in a file. Raises MemoryFormatError, VocabularyMismatchError, OSError."""
     name = os.fspath(path)
     with open(path, "rb") as file:
-        data = file.read()
-    if len(data) < _PREFIX.size + _DIGEST or not data.startswith(MAGIC):
+        data = file.read(_PREFIX.size)
+        if data.startswith(MAGIC):  # another file can be of any size
+            data += file.read()
+    if len(data) < _PREFIX.size + _DIGEST:
         raise MemoryFormatError(f"{name}: not a memory that agentspec saved")
     _, version, header_length = _PREFIX.unpack_from(data)
     if version != VERSION:

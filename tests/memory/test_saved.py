@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(MemoryFormatError, match="not a memory that agentspec saved"):
             store.load(path)
+    with open(path, "wb") as file:
+        file.truncate(2**29)
+    tracemalloc.start()
+    with pytest.raises(MemoryFormatError, match="not a memory that agentspec saved"):
+        store.load(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # a model's weights aren't read to be refused
+    tracemalloc.stop()
     store.save(path)
     newer = bytearray(path.read_bytes())
     newer[16] = 2
