@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError, VocabularyMismatchError
-from agentspec.memory import saved
+from agentspec.memory import forks, saved
 from agentspec.memory.trajectory import DEFAULT_MAX_TOKENS, TrajectoryMemory
 
 __all__ = ["MemoryStore"]
@@ -75,7 +75,8 @@ class MemoryStore:
         self._kin: dict[str | None, int] = {}  # memories by namespace, the shared one included
         self._pins: dict[Key, int] = {}
         self._total = 0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        forks.guard_store(self)
 
     # ---- memories -----------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class MemoryStore:
         _check_name("id", id)
         if namespace is not None:
             _check_name("namespace", namespace)
-        with self._lock:
+        with self.lock:
             memory = self._memories.get((namespace, id))
             if memory is None:
                 memory = TrajectoryMemory(
@@ -96,7 +97,7 @@ class MemoryStore:
                 )
                 self._register((namespace, id), memory)
         self._account(memory)
-        with self._lock:
+        with self.lock:
             if self._total > self.budget_bytes:
                 raise MemoryBudgetError(
                     f"the memories in use hold {self._total} bytes, the budget is {self.budget_bytes}: "
@@ -109,12 +110,12 @@ class MemoryStore:
         """The memory of trajectory `id`, not evicted while the block runs, whether or not a call is open."""
         memory = self.open(id, namespace)
         key = namespace, id
-        with self._lock:
+        with self.lock:
             self._pins[key] = self._pins.get(key, 0) + 1
         try:
             yield memory
         finally:
-            with self._lock:
+            with self.lock:
                 left = self._pins.pop(key, 1) - 1  # not there any more if the memory was forgotten meanwhile
                 if left:
                     self._pins[key] = left
@@ -122,49 +123,49 @@ class MemoryStore:
     def shared(self, namespace: str) -> TrajectoryMemory:
         """What a namespace's trajectories share: a memory of their outputs, with attachments of its own."""
         _check_name("namespace", namespace)
-        with self._lock:
+        with self.lock:
             memory = self._shared(namespace)
             assert memory is not None
             return memory
 
     def forget(self, id: str, namespace: str | None = None) -> None:
         """Drop a memory; nothing happens if there is none. What its namespace has learned stays."""
-        with self._lock:
+        with self.lock:
             gone = [(namespace, id)] if (namespace, id) in self._memories else []
         self._drop(gone)
 
     def forget_namespace(self, namespace: str) -> None:
         """Drop all memories of a namespace and what they share; open calls go on with what they hold."""
-        with self._lock:
+        with self.lock:
             gone = [key for key in self._memories if key[0] == namespace]
         self._drop(gone)
 
     def clear(self) -> None:
         """Drop everything."""
-        with self._lock:
+        with self.lock:
             gone = list(self._memories)
         self._drop(gone)
 
     @property
     def nbytes(self) -> int:
         """Bytes held now: every memory's, shared ones included."""
-        with self._lock:
+        with self.lock:
             memories = list(self._memories.values())
         return sum(memory.nbytes for memory in memories)
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        with self._lock:
+        with self.lock:
             return tuple(sorted({key[0] for key in self._memories if key[0] is not None}))
 
     def __len__(self) -> int:
         """Trajectories held."""
-        with self._lock:
+        with self.lock:
             return sum(1 for key in self._memories if key[1] != SHARED_ID)
 
     def __contains__(self, key: object) -> bool:
         """Whether (namespace, id) is held."""
-        with self._lock:
+        with self.lock:
             return key in self._memories
 
     # ---- on disk ------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class MemoryStore:
             raise VocabularyMismatchError(
                 "a memory is saved with its tokenizer's fingerprint: give MemoryStore(fingerprint=...)"
             )
-        with self._lock:
+        with self.lock:
             memories = [
                 (namespace, None if id == SHARED_ID else id, memory)
                 for (namespace, id), memory in self._memories.items()
@@ -201,7 +202,7 @@ class MemoryStore:
         came = 0
         for part in parts:
             key = part.namespace, SHARED_ID if part.id is None else part.id
-            with self._lock:
+            with self.lock:
                 memory = self._memories.get(key)
                 if memory is not None and len(memory):
                     continue
@@ -227,7 +228,7 @@ class MemoryStore:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the store or of a memory in it is broken."""
-        with self._lock:
+        with self.lock:
             memories = dict(self._memories)
             if self._total != sum(self._bytes.values()) or set(self._bytes) != set(memories):
                 raise IntegrityError("the store's accounts don't add up")
@@ -248,7 +249,7 @@ class MemoryStore:
 
     def _drop(self, keys: list[Key]) -> None:
         """Forget memories for good: not even a call that is still open brings them back."""
-        with self._lock:
+        with self.lock:
             memories = [self._remove(key) for key in keys if key in self._memories]
             for memory in memories:
                 memory.on_growth = None
@@ -303,7 +304,7 @@ class MemoryStore:
     def _account(self, memory: TrajectoryMemory) -> None:
         """A memory was used or grew: note its size, and make room if the budget is exceeded."""
         size = memory.nbytes
-        with self._lock:
+        with self.lock:
             key = self._key_of(memory, size)
             self._note(key, size)
             self._memories.move_to_end(key)

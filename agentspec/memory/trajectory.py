@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
+from agentspec.memory import forks
 from agentspec.memory import index as _index
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
 from agentspec.memory.saved import SavedMemory
@@ -276,6 +277,7 @@ class TrajectoryMemory:
         self.on_growth: Callable[[TrajectoryMemory], None] | None = None
         self._open: list[Context] = []
         self._clear()
+        forks.guard_memory(self)
 
     def _clear(self) -> None:
         self._index = MatchIndex()
