@@ -116,9 +116,10 @@ class MemoryStore:
             yield memory
         finally:
             with self.lock:
-                left = self._pins.pop(key, 1) - 1  # not there any more if the memory was forgotten meanwhile
-                if left:
-                    self._pins[key] = left
+                if self._memories.get(key) is memory:  # else it was forgotten meanwhile, and its pins with it
+                    left = self._pins.pop(key) - 1
+                    if left:
+                        self._pins[key] = left
 
     def shared(self, namespace: str) -> TrajectoryMemory:
         """What a namespace's trajectories share: a memory of their outputs, with attachments of its own."""
@@ -235,12 +236,13 @@ class MemoryStore:
             for key in self._pins:
                 if key not in memories:
                     raise IntegrityError(f"{key} is pinned and not held")
-        for (namespace, id), memory in memories.items():
-            if memory.namespace != namespace or (id != SHARED_ID and memory.id != id.split("\0")[0]):
-                raise IntegrityError(f"{memory.namespace, memory.id} is held as {namespace, id}")
-            shared = None if namespace is None or id == SHARED_ID else memories.get((namespace, SHARED_ID))
-            if memory.shared is not shared:
-                raise IntegrityError(f"{namespace, id} shares with another namespace")
+            for (namespace, id), memory in memories.items():
+                if memory.namespace != namespace or (id != SHARED_ID and memory.id != id.split("\0")[0]):
+                    raise IntegrityError(f"{memory.namespace, memory.id} is held as {namespace, id}")
+                shared = None if namespace is None or id == SHARED_ID else memories.get((namespace, SHARED_ID))
+                if memory.shared is not shared:
+                    raise IntegrityError(f"{namespace, id} shares with another namespace")
+        for memory in memories.values():
             memory.check()
 
     # ---- inside -------------------------------------------------------------------------------
@@ -283,7 +285,10 @@ class MemoryStore:
         self._kin[key[0]] -= 1
         if not self._kin[key[0]]:
             del self._kin[key[0]]
-        return self._memories.pop(key)
+        memory = self._memories.pop(key)
+        if key[1] == SHARED_ID:
+            memory.on_growth = None  # a namespace made anew shares another one
+        return memory
 
     def _key_of(self, memory: TrajectoryMemory, size: int) -> Key:
         """The key under which a memory is held; one that was evicted and is used again is held again."""

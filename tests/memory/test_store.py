@@ -294,3 +294,37 @@ def test_the_store_knows_what_an_open_call_holds_after_every_step(period: int) -
         assert store._total == store.nbytes
     assert store.nbytes > 16 * len(output)
     store.check()
+
+
+def test_what_a_dropped_namespace_shared_is_not_held_again() -> None:
+    """A call may end, and publish its output, while its memory and its namespace are evicted and made anew."""
+    store = MemoryStore(MIB)
+    memory = store.open("a", "n")
+    call(memory, [1, 2, 3], [4, 5])
+    old = store.shared("n")
+    for i in range(60):
+        call(store.open(f"run {i}"), tokens(i, 2000), [1])
+    assert ("n", SHARED_ID) not in store
+    new = store.shared("n")
+    assert new is not old
+    old.publish(np.arange(100, dtype=np.int32), 0, 100)
+    store.check()
+    held = len(store)
+    call(memory, [1, 2, 3], [4, 5])
+    assert memory.shared is new and len(new) == 5 and len(store) == held + 1
+    store.check()
+
+
+def test_a_pin_of_a_forgotten_memory_is_not_the_new_ones() -> None:
+    store = MemoryStore(MIB)
+    with store.use("a") as old:
+        store.forget("a")
+        outer = store.use("a")
+        new = outer.__enter__()
+        assert new is not old
+    call(new, tokens(1, 2000), [1])
+    for i in range(60):
+        call(store.open(f"run {i}"), tokens(10 + i, 2000), [1])
+    assert (None, "a") in store and len(new) >= 2000
+    outer.__exit__(None, None, None)
+    store.check()
