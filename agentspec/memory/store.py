@@ -108,10 +108,13 @@ class MemoryStore:
     @contextmanager
     def use(self, id: str, namespace: str | None = None) -> Iterator[TrajectoryMemory]:
         """The memory of trajectory `id`, not evicted while the block runs, whether or not a call is open."""
-        memory = self.open(id, namespace)
         key = namespace, id
-        with self.lock:
-            self._pins[key] = self._pins.get(key, 0) + 1
+        while True:
+            memory = self.open(id, namespace)
+            with self.lock:
+                if self._memories.get(key) is memory:  # else another thread's call has evicted it already
+                    self._pins[key] = self._pins.get(key, 0) + 1
+                    break
         try:
             yield memory
         finally:

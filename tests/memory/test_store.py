@@ -328,3 +328,23 @@ def test_a_pin_of_a_forgotten_memory_is_not_the_new_ones() -> None:
     assert (None, "a") in store and len(new) >= 2000
     outer.__exit__(None, None, None)
     store.check()
+
+
+def test_a_memory_that_goes_before_it_is_pinned_is_opened_again() -> None:
+    class Crowded(MemoryStore):
+        left = 1
+
+        def open(self, id: str, namespace: str | None = None) -> TrajectoryMemory:
+            memory = super().open(id, namespace)
+            if self.left:
+                self.left -= 1
+                self.forget(id, namespace)  # as another thread's call may evict it
+            return memory
+
+    store = Crowded()
+    with store.use("a") as memory:
+        store.check()
+        assert store.open("a") is memory
+    store.forget("a")
+    store.check()
+    assert not store._pins
