@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from agentspec.drafting import CostCurve, Draft, DraftLimits, Proposer, WidthPolicy, make_proposer
 from agentspec.errors import InvalidRequestError, ModelError
-from agentspec.memory import Context, MemoryStore, Source, Span
+from agentspec.memory import Context, MemoryStore, Source, Span, as_source
 from agentspec.memory.kernels import kernel
 from agentspec.recordings import Problem, Recording, read
 from agentspec.testing import accept
@@ -82,7 +82,7 @@ class Encoder:
             if call.input_ids is not None and call.output_ids is not None:
                 spans = None
                 if call.spans is not None:
-                    spans = [Span(int(a), int(b), Source(int(s)), str(role)) for a, b, s, role in call.spans]
+                    spans = [Span(int(a), int(b), as_source(int(s)), str(role)) for a, b, s, role in call.spans]
                 made.append(
                     EncodedCall(
                         np.asarray(call.input_ids, np.int32),

@@ -15,6 +15,7 @@ from agentspec.memory.trajectory import (
     Source,
     Span,
     TrajectoryMemory,
+    as_source,
 )
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "Source",
     "Span",
     "TrajectoryMemory",
+    "as_source",
     "vocabulary_fingerprint",
 ]

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError, VocabularyMismatchError
 from agentspec.memory import forks, saved
-from agentspec.memory.trajectory import DEFAULT_MAX_TOKENS, TrajectoryMemory
+from agentspec.memory.trajectory import DEFAULT_MAX_TOKENS, SMALLEST_MEMORY, TrajectoryMemory
 
 __all__ = ["MemoryStore"]
 
@@ -64,11 +64,16 @@ class MemoryStore:
                 f"budget_bytes: needed at least {SMALLEST_BUDGET} (1 MiB), got {budget_bytes!r}; "
                 f"a token takes about 24 bytes, so {DEFAULT_BUDGET} holds some 20 million"
             )
+        if not isinstance(namespace_tokens, int) or namespace_tokens < SMALLEST_MEMORY:
+            raise InvalidRequestError(
+                f"namespace_tokens: needed at least {SMALLEST_MEMORY}, got {namespace_tokens!r}; "
+                "open memories with namespace=None to share nothing"
+            )
         self.budget_bytes = budget_bytes
         self.fingerprint = fingerprint
-        fitting = max(1024, budget_bytes // _BYTES_PER_TOKEN)
+        fitting = max(SMALLEST_MEMORY, budget_bytes // _BYTES_PER_TOKEN)
         self.trajectory_tokens = min(DEFAULT_MAX_TOKENS, fitting)
-        self.namespace_tokens = max(1024, min(namespace_tokens, fitting // 2))
+        self.namespace_tokens = max(SMALLEST_MEMORY, min(namespace_tokens, fitting // 2))
         self.evictions = 0
         self._memories: OrderedDict[Key, TrajectoryMemory] = OrderedDict()  # least recently used first
         self._bytes: dict[Key, int] = {}

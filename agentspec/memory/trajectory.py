@@ -38,7 +38,18 @@ from agentspec.memory import index as _index
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
 from agentspec.memory.saved import SavedMemory
 
-__all__ = ["Context", "Copied", "Matches", "Place", "Segment", "Source", "Span", "TrajectoryMemory", "as_tokens"]
+__all__ = [
+    "Context",
+    "Copied",
+    "Matches",
+    "Place",
+    "Segment",
+    "Source",
+    "Span",
+    "TrajectoryMemory",
+    "as_source",
+    "as_tokens",
+]
 
 Int32 = NDArray[np.int32]
 Copied = tuple[Int32, int, int]  # tokens that are copied, how many before them agreed, their source
@@ -49,6 +60,7 @@ SHORTEST_RUN = 32
 # Of the places where a run may be held so many are tried, the most recent first.
 TRIES = 16
 DEFAULT_MAX_TOKENS = 4 * 2**20
+SMALLEST_MEMORY = 1024  # tokens
 # What a memory costs before it holds a token, and an open call besides its arrays: measured by
 # benchmarks/memory.py.
 _EMPTY_BYTES = 2000
@@ -71,6 +83,9 @@ class Source(enum.IntEnum):
     SCHEMA = 5
     SHARED = 6
     LANGUAGE = 7
+
+
+_HELD_SOURCES = tuple(source for source in Source if source not in (Source.SHARED, Source.LANGUAGE))
 
 
 class Place(enum.IntEnum):
@@ -223,6 +238,13 @@ class Context:
         return bool(((rows[:, 2] <= position) & (position < rows[:, 2] + rows[:, 1] - rows[:, 0])).any())
 
 
+def as_source(source: Any) -> Source:
+    """A source of tokens that a memory can hold. Raises InvalidRequestError for another."""
+    if source in _HELD_SOURCES:
+        return Source(source)
+    raise InvalidRequestError(f"source: needed one of {', '.join(s.name for s in _HELD_SOURCES)}, got {source!r}")
+
+
 def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
     """Token ids as int32[n]. Raises InvalidRequestError for anything that isn't a flat list of ids >= 0."""
     if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
@@ -264,8 +286,8 @@ class TrajectoryMemory:
         shared: TrajectoryMemory | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
-        if not 1024 <= max_tokens <= MAX_TOKENS:
-            raise InvalidRequestError(f"max_tokens: needed 1024..{MAX_TOKENS}, got {max_tokens}")
+        if not isinstance(max_tokens, int) or not SMALLEST_MEMORY <= max_tokens <= MAX_TOKENS:
+            raise InvalidRequestError(f"max_tokens: needed {SMALLEST_MEMORY}..{MAX_TOKENS}, got {max_tokens!r}")
         self.id = id
         self.namespace = namespace
         self.shared = shared
@@ -394,7 +416,11 @@ class TrajectoryMemory:
             if context.closed or context.memory is not self:
                 raise InvalidRequestError("append: this call is closed, or belongs to another memory")
             held = index.charged + len(index.table)
-            index.append(ids)
+            try:
+                index.append(ids)
+            except BaseException:  # Ctrl-C while the kernel ran, or no memory: the index knows of more than it holds
+                self._index_again(context, index.size)
+                raise
             grew = index.charged + len(index.table) != held
         if grew:
             self._grew()
@@ -411,11 +437,7 @@ class TrajectoryMemory:
                 raise InvalidRequestError(
                     f"truncate: the output has {len(context.output)} tokens, {output_length} were to remain"
                 )
-            kept = context.tokens[: context.prompt_length + output_length]
-            index = MatchIndex(len(kept) + 256, base=context.prompt_length)
-            index.write(kept[: context.prompt_length])
-            index.append(kept[context.prompt_length :])
-            context.index = index
+            self._index_again(context, context.prompt_length + output_length)
 
     def close(self, context: Context) -> None:
         """End a call: its output becomes an earlier output, here and in the namespace. Closing twice is
@@ -450,8 +472,10 @@ class TrajectoryMemory:
         self, ids: Int32, start: int, end: int, source: Source = Source.OUTPUT, role: str = "assistant"
     ) -> bool:
         """Hold ids[start:end], which followed ids[:start] in some other trajectory. False if it is held
-        already.
+        already, or nothing.
         """
+        if end <= start:
+            return False
         with self.lock:
             if end - start > self.max_tokens // 2:
                 start = end - self.max_tokens // 2
@@ -469,6 +493,7 @@ class TrajectoryMemory:
         Returns how many tokens were added: 0 if they are held already.
         """
         ids = as_tokens(tokens, "seed")
+        source = as_source(source)
         if len(ids) == 0:
             return 0
         with self.lock:
@@ -476,7 +501,7 @@ class TrajectoryMemory:
             before = self._count
             layout: list[tuple[int, int, int]] = []
             writer = _Writer(self, ids)
-            self._lay(writer, Span(0, len(ids), Source(source), "seed"), True, _identity(ids, 0, len(ids)), layout)
+            self._lay(writer, Span(0, len(ids), source, "seed"), True, _identity(ids, 0, len(ids)), layout)
             added = sum(segment.end - segment.start for segment in self.segments_from(before))
         self._grew()
         return added
@@ -655,6 +680,21 @@ class TrajectoryMemory:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    def _index_again(self, context: Context, size: int) -> None:
+        """Keep the first `size` tokens of an open call."""
+        kept = context.tokens[:size]
+        index = MatchIndex(size + 256, base=context.prompt_length)
+        index.write(kept[: context.prompt_length])
+        index.append(kept[context.prompt_length :])
+        context.index = index
+
+    def _drop_unfinished(self) -> None:
+        """Drop what stands behind the last segment, and what the index knows of it."""
+        rows = self._rows[: self._count].copy()
+        size = int(rows[-1, 1]) if self._count else 0
+        self._restore(self._index.tokens[:size].copy(), rows, self._identities[: self._count].copy())
+        self._held = {identity: start for identity, start in self._held.items() if start < size}
+
     def _segment_at(self, position: int) -> int:
         return int(np.searchsorted(self._rows[: self._count, 0], position, side="right")) - 1
 
@@ -766,21 +806,26 @@ class _Writer:
     def store(self, start: int, end: int, source: Source, role: str, identity: int | None) -> int:
         """Add ids[start:end] as a segment; returns where it lies."""
         ids, index = self.ids, self.memory._index
-        if 0 <= self.bridge <= start <= self.bridge + LEAD:
-            # What stands between is held elsewhere (a template's header): repeating it keeps the stretch
-            # whole.
-            index.lead(ids[self.bridge : start])
-        else:
-            index.seam(ids[max(0, start - LEAD) : start])
-        at = index.size
-        index.append(ids[start:end])
         if identity is None:
             identity = _identity(ids, start, end)
-        self.memory._add_segment(at, index.size, source, role, identity)
+        try:
+            if 0 <= self.bridge <= start <= self.bridge + LEAD:
+                # What stands between is held elsewhere (a template's header): repeating it keeps the stretch
+                # whole.
+                index.lead(ids[self.bridge : start])
+            else:
+                index.seam(ids[max(0, start - LEAD) : start])
+            at = index.size
+            index.append(ids[start:end])
+            self.memory._add_segment(at, index.size, source, role, identity)
+        except BaseException:  # Ctrl-C while a kernel ran, or no memory
+            self.memory._drop_unfinished()
+            raise
         self.bridge = end
         return at
 
 
+_WHOLE = (int, np.integer)
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _NO_ROWS = np.empty((0, 3), dtype=np.int32)
 
@@ -803,6 +848,11 @@ def _cover(length: int, spans: Sequence[Span] | None) -> list[tuple[Span, bool]]
     tiled: list[tuple[Span, bool]] = []
     at = 0
     for span in spans or ():
+        if not (isinstance(span.start, _WHOLE) and isinstance(span.end, _WHOLE) and isinstance(span.role, str)):
+            raise InvalidRequestError(
+                f"spans: needed whole numbers for start and end and text for the role, got {span}"
+            )
+        as_source(span.source)
         if span.start < at or span.end < span.start or span.end > length:
             raise InvalidRequestError(
                 f"spans must lie in order, without overlap, inside the prompt of {length} tokens; got {span}"

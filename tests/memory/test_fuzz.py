@@ -43,7 +43,7 @@ def a_prompt(choose: random.Random, said: list[list[int]], vocabulary: int) -> t
         message = a_message(choose, said, vocabulary)
         if choose.random() < 0.7:
             end = len(prompt) + len(message)
-            spans.append(Span(len(prompt), end, choose.choice(list(Source)), choose.choice("abc")))
+            spans.append(Span(len(prompt), end, choose.choice(list(Source)[: Source.SHARED]), choose.choice("abc")))
         prompt += message
     return prompt, spans
 

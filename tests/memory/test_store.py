@@ -43,6 +43,12 @@ def test_a_bad_budget_is_refused_with_what_to_set(budget: Any) -> None:
         MemoryStore(budget)
 
 
+@pytest.mark.parametrize("most", [0, -5, 1023, 2000.5, "many", None])
+def test_a_bad_size_of_what_is_shared_is_refused(most: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="namespace_tokens: needed at least 1024"):
+        MemoryStore(namespace_tokens=most)
+
+
 @pytest.mark.parametrize("name", ["", "a\0b", 7, None])
 def test_bad_names_are_refused(name: Any) -> None:
     with pytest.raises(InvalidRequestError, match="id"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
-from agentspec.memory import Context, Place, Source, Span, TrajectoryMemory
+from agentspec.memory import Context, Place, Source, Span, TrajectoryMemory, trajectory
 from agentspec.memory.trajectory import as_tokens
 from tests.memory.test_index import compare
 
@@ -337,6 +337,7 @@ def test_seeds_are_held_raw_and_as_json() -> None:
     held = ["".join(chr(t) for t in memory.tokens[s.start : s.end]) for s in memory.segments]
     assert held == ["plain", 'say "ü"\n', 'say \\"ü\\"\\n']
     assert memory.seed_text("plain", encode) == 0 and memory.seed([]) == 0
+    assert not memory.publish(np.array([1, 2, 3], np.int32), 1, 1)
     memory.check()
 
 
@@ -447,6 +448,67 @@ def test_bad_spans_are_refused(spans: list[Span]) -> None:
         TrajectoryMemory().extend([1, 2, 3, 4], spans)
 
 
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span(0.5, 2),  # type: ignore[arg-type]
+        Span("a", "b"),  # type: ignore[arg-type]
+        Span(0, 2, 77),  # type: ignore[arg-type]
+        Span(0, 2, Source.SHARED),
+        Span(0, 2, None),  # type: ignore[arg-type]
+        Span(0, 2, role=None),  # type: ignore[arg-type]
+    ],
+)
+def test_spans_that_can_not_be_are_refused_before_anything_is_held(span: Span) -> None:
+    memory = TrajectoryMemory()
+    with pytest.raises(InvalidRequestError, match=r"spans|source: needed one of PROMPT, .*"):
+        memory.extend([*range(100)], [span, Span(50, 60)])
+    with pytest.raises(InvalidRequestError, match="source: needed one of PROMPT"):
+        memory.seed([1, 2, 3], Source.LANGUAGE)
+    assert len(memory) == 0 and memory.segments == () and not memory.in_use
+    memory.check()
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    """Ctrl-C during a kernel is raised when the kernel returns: before what it did has been noted."""
+    memory = TrajectoryMemory()
+    call = memory.extend([*range(100), *range(50)], [Span(0, 70), Span(70, 150)])
+    memory.append(call, [1, 2, 3, 1, 2])
+    add = trajectory._index.add
+
+    pressed: list[bool] = []
+
+    def interrupted(*arguments: Any) -> Any:
+        if after or pressed:
+            at = add(*arguments)
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return at
+
+    tokens = memory.tokens.tolist()
+    for work in (
+        lambda: memory.seed([*range(200, 300), *range(40)]),
+        lambda: memory.extend([*range(300, 400)]),
+        lambda: memory.append(call, [3, 1, 2, 3] * 300),
+        lambda: memory.publish(np.arange(1000, 1100, dtype=np.int32), 20, 100),
+    ):
+        pressed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(trajectory._index, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                work()
+        assert memory.tokens.tolist() == tokens
+        assert call.output.tolist() == [1, 2, 3, 1, 2]
+        memory.check()
+        compare(memory, call)
+    assert memory.copy_longest(call, 1, 16, 4)[0].tolist() == [3, 1, 2, 3]
+    memory.close(call)
+    assert memory.seed([*range(200, 300)]) == 100
+    memory.check()
+
+
 def test_token_ids_in_every_form() -> None:
     expected = [1, 2, 2**31 - 1]
     strided = np.array([1, 0, 2, 0, 2**31 - 1], np.int32)[::2]
@@ -465,7 +527,7 @@ def test_token_ids_in_every_form() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    for most in (0, 1023, 2**26):
+    for most in (0, 1023, 2**26, 2000.5):
         with pytest.raises(InvalidRequestError, match="max_tokens"):
             TrajectoryMemory(max_tokens=most)
     memory = TrajectoryMemory()

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.memory import Source, Span
+from agentspec.memory import Span, as_source
 
 __all__ = ["RequestSettings", "read_settings"]
 
@@ -114,7 +114,7 @@ def _spans(given: Any, length: int, problems: list[str]) -> tuple[Span, ...] | N
         flat = [int(x) for x in given]
         if len(flat) % 3:
             raise ValueError("needed (start, end, source) triples")
-        spans = tuple(Span(flat[i], flat[i + 1], Source(flat[i + 2])) for i in range(0, len(flat), 3))
+        spans = tuple(Span(flat[i], flat[i + 1], as_source(flat[i + 2])) for i in range(0, len(flat), 3))
         at = 0
         for span in spans:
             if not at <= span.start <= span.end <= length:
