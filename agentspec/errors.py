@@ -51,7 +51,17 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "shown",
 ]
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value as a message quotes it: its repr, cut; of what has none (an integer of over 4300 digits), its type."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} that is too long to be written"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class AgentSpecError(Exception):

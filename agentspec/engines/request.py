@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, encodable, prepare
-from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError
+from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError, shown
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import Span
 
@@ -114,16 +114,16 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if isinstance(self.input_ids, (str, bytes)) or not hasattr(self.input_ids, "__getitem__"):
             raise InvalidRequestError(
-                f"input_ids: needed a list of token ids, got {self.input_ids!r:.80}; text goes to chat()"
+                f"input_ids: needed a list of token ids, got {shown(self.input_ids)}; text goes to chat()"
             )
         if self.trajectory is not None and not isinstance(self.trajectory, Trajectory):
             raise InvalidRequestError(
-                f"trajectory: needed an agentspec.Trajectory or None, got {self.trajectory!r:.80}; "
+                f"trajectory: needed an agentspec.Trajectory or None, got {shown(self.trajectory)}; "
                 f"`with agentspec.trajectory(id):` makes one"
             )
         spans = () if self.spans is None else self.spans
         if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
-            raise InvalidRequestError(f"spans: needed a list of agentspec.memory.Span or None, got {self.spans!r:.80}")
+            raise InvalidRequestError(f"spans: needed a list of agentspec.memory.Span or None, got {shown(self.spans)}")
         for span in spans:
             whole_number("spans: a start", span.start, 0)
             whole_number("spans: an end", span.end, 0)
@@ -143,21 +143,23 @@ class GenerationRequest:
             object.__setattr__(self, "temperature", 0.0)
         for name in ("draft", "ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name}: needed True or False, got {getattr(self, name)!r}")
+                raise InvalidRequestError(f"{name}: needed True or False, got {shown(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
+            raise InvalidRequestError(
+                f"min_tokens ({shown(self.min_tokens)}) is more than max_tokens ({shown(self.max_tokens)})"
+            )
         if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {self.logit_bias!r:.80}")
+            raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {shown(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             whole_number("logit_bias: an id", token, 0)
             if bias != -math.inf:
-                _number(f"logit_bias of {token}: -inf, or", bias, -MOST_BIAS, MOST_BIAS)
+                _number(f"logit_bias of {shown(token)}", bias, -MOST_BIAS, MOST_BIAS, kind="-inf or a number")
         stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence):
-            raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {self.stop!r:.80}")
+            raise InvalidRequestError(f"stop: needed a non-empty text or a list of them, got {shown(self.stop)}")
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop: needed non-empty texts, got {text!r:.80}")
+                raise InvalidRequestError(f"stop: needed non-empty texts, got {shown(text)}")
             encodable("stop", text)
         _sequences("stop_token_ids", self.stop_token_ids, texts=False)
         _sequences("bad_words", self.bad_words, texts=True)
@@ -199,12 +201,12 @@ def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str)
         ids = np.asarray(request.input_ids)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(
-            f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}"
+            f"input_ids: needed a flat list of token ids, got {shown(request.input_ids)}"
         ) from error
     if ids.size == 0:
         raise InvalidRequestError("input_ids: needed at least one token, got none")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise InvalidRequestError(f"input_ids: needed a flat list of token ids, got {request.input_ids!r:.80}")
+        raise InvalidRequestError(f"input_ids: needed a flat list of token ids, got {shown(request.input_ids)}")
     named = {
         "input_ids": (int(ids.min()), int(ids.max())),
         "logit_bias": tuple(request.logit_bias),
@@ -214,17 +216,17 @@ def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str)
     for name, values in named.items():
         if values and not 0 <= min(values) <= max(values) < vocabulary:
             raise InvalidRequestError(
-                f"{name}: this model's ids are 0..{vocabulary - 1}, got {min(values)}..{max(values)}"
+                f"{name}: this model's ids are 0..{vocabulary - 1}, got {shown(min(values))}..{shown(max(values))}"
             )
     if request.top_logprobs > vocabulary:
-        raise InvalidRequestError(f"top_logprobs: the vocabulary has {vocabulary}, got {request.top_logprobs}")
+        raise InvalidRequestError(f"top_logprobs: the vocabulary has {vocabulary}, got {shown(request.top_logprobs)}")
     if len(ids) >= room:
         raise ContextLengthError(
             f"the prompt has {len(ids)} tokens, {why} with at least one for the output: shorten the history"
         )
     if request.max_tokens is not None and len(ids) + request.max_tokens > room:
         raise ContextLengthError(
-            f"prompt ({len(ids)}) and max_tokens ({request.max_tokens}) are too long, {why}: ask for at most "
+            f"prompt ({len(ids)}) and max_tokens ({shown(request.max_tokens)}) are too long, {why}: ask for at most "
             f"{room - len(ids)}, or shorten the history"
         )
 
@@ -263,7 +265,7 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
     made = request.constraint()
     if not isinstance(made, Constraint):
         raise InvalidRequestError(
-            f"constraint: needed a callable that makes a Constraint (cut, forced, mask, advance), it made {made!r:.80}"
+            f"constraint: needed a callable that makes a Constraint (cut, forced, mask, advance), it made {shown(made)}"
         )
     return made
 
@@ -290,31 +292,31 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None, optio
     if not good or value < low or (high is not None and value > high):
         span = f">= {low}" if high is None else f"from {low} to {high}"
         span += " or None" if optional else ""
-        raise InvalidRequestError(f"{name}: needed a whole number {span}, got {value!r}")
+        raise InvalidRequestError(f"{name}: needed a whole number {span}, got {shown(value)}")
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False, kind: str = "a number") -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not good or (open_low and value == low):
         raise InvalidRequestError(
-            f"{name}: needed a number {'over' if open_low else 'from'} {low:g} to {high:g}, got {value!r}"
+            f"{name}: needed {kind} {'over' if open_low else 'from'} {low:g} to {high:g}, got {shown(value)}"
         )
 
 
 def _sequences(name: str, values: Any, texts: bool) -> None:
     what = "texts or id sequences" if texts else "ids or id sequences"
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise InvalidRequestError(f"{name}: needed a list of {what}, got {values!r:.80}")
+        raise InvalidRequestError(f"{name}: needed a list of {what}, got {shown(values)}")
     for value in values:
         if isinstance(value, str):
             if not texts or not value:
-                raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
+                raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {shown(value)}")
             encodable(name, value)
             continue
         if not texts and not isinstance(value, Sequence):
             whole_number(f"{name}: an id", value, 0)
             continue
         if not isinstance(value, Sequence) or len(value) == 0:
-            raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {value!r:.80}")
+            raise InvalidRequestError(f"{name}: needed a list of {what}, none empty, got {shown(value)}")
         for token in value:
             whole_number(f"{name}: an id", token, 0)

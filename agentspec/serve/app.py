@@ -170,6 +170,12 @@ class _Server:
                 raise UnknownOptionError(
                     f"{variable}: this model's chat template has no such variable to set (it has: {known}); leave it out"
                 )
+        for seed in asked.seeds:
+            highest = -1 if isinstance(seed.content, str) else max(seed.content)
+            if highest >= engine.vocabulary:
+                raise InvalidRequestError(
+                    f"custom_params.agentspec_seed_ids: this model's ids are 0..{engine.vocabulary - 1}, got {highest}"
+                )
         if asked.messages is not None:
             messages = asked.messages
             if "developer" not in engine.template.source:  # OpenAI's newer word for system

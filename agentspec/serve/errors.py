@@ -17,10 +17,14 @@ __all__ = ["TOO_DEEP", "body", "of_exception"]
 
 TOO_DEEP = "the body: needed JSON nested at most a hundred deep, got deeper"
 
+_MOST = 1000  # characters
+
 
 def body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """{"error": ...} as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """{"error": ...} as OpenAI's clients read it. What a request's own words make long is cut."""
+    if len(message) > _MOST:
+        message = f"{message[:_MOST]}..."
+    return {"error": {"message": message, "type": kind, "param": param and param[:_MOST], "code": code}}
 
 
 def of_exception(error: BaseException) -> tuple[int, dict[str, Any]]:

@@ -70,6 +70,30 @@ def test_input_ids(engine: Any, ids: Any) -> None:
         engine.generate(GenerationRequest(input_ids=ids))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 10**400}, {"max_tokens": 10**5000}, {"top_logprobs": 10**400},
+        {"stop_token_ids": [10**400]}, {"logit_bias": {10**5000: 1.0}}, {"bad_words": [[10**400]]},
+        {"min_tokens": 10**400, "max_tokens": 10**399},
+    ],
+)  # fmt: skip
+def test_numbers_beyond_any_model(engine: Any, options: dict[str, Any]) -> None:
+    with refused(next(iter(options))) as told:
+        engine.generate(GenerationRequest(input_ids=[1], **options))
+    assert len(str(told.value)) < 300
+
+
+def test_the_k_of_all_ids_and_more_is_all(engine: Any) -> None:
+    said = [
+        engine.generate(GenerationRequest(input_ids=[1], max_tokens=8, temperature=1.0, seed=1, top_k=k))
+        .result()
+        .token_ids
+        for k in (0, engine.vocabulary, 10**400)
+    ]
+    assert said[0] == said[1] == said[2]
+
+
 @pytest.mark.parametrize("ids", [(5, 6), np.array([5, 6]), torch.tensor([5, 6])])
 def test_input_ids_of_other_kinds_are_fine(engine: Any, ids: Any) -> None:
     assert len(engine.generate(GenerationRequest(input_ids=ids, max_tokens=2, ignore_eos=True)).result().token_ids) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,31 @@ def test_bad_values_name_the_option(name: str, value: Any) -> None:
         assert GenerationRequest(input_ids=[1], stop="x").stop_texts == ("x",)
     with pytest.raises(InvalidRequestError, match=name):
         GenerationRequest(input_ids=[1], **{name: value})
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("seed", lambda number: number), ("n", lambda number: number), ("temperature", lambda number: number),
+        ("max_tokens", lambda number: -number), ("top_k", lambda number: -number), ("draft", lambda number: number),
+        ("logit_bias", lambda number: {5: number}), ("logit_bias", lambda number: {number: "x"}),
+        ("stop_token_ids", lambda number: [[-number]]), ("stop", lambda number: [number]),
+        ("bad_words", lambda number: number), ("spans", lambda number: number), ("trajectory", lambda number: number),
+    ],
+)  # fmt: skip
+def test_a_long_number_is_not_echoed(name: str, wrap: Callable[[int], Any], digits: int) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as refused:
+        GenerationRequest(input_ids=[1], **{name: wrap(10**digits)})
+    assert len(str(refused.value)) < 300
+
+
+def test_a_bias_out_of_range_says_what_is_needed() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^logit_bias of 5: needed -inf or a number from -1e\+30 to 1e\+30, got"
+    ):
+        GenerationRequest(input_ids=[1], logit_bias={5: 1e39})
+    assert GenerationRequest(input_ids=[1], logit_bias={5: -math.inf, 6: 1e30}).logit_bias[6] == 1e30
 
 
 def test_min_above_max() -> None:

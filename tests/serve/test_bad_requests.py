@@ -12,6 +12,7 @@ import pytest
 from agentspec.chat.template import ChatTemplate
 from agentspec.errors import InvalidRequestError
 from agentspec.serve.requests import Asked, ChatRequest
+from tests import tiny
 from tests.tiny import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.fast
@@ -122,6 +123,18 @@ def test_over_the_wire(serving: Callable[..., Any]) -> None:
     assert "response_format.json_schema: unknown field" in said(
         response_format={"type": "json_schema", "json_schema": schema}
     )
+    vocabulary = len(tiny.tokenizer())
+    for ids in ([5, -1, vocabulary], [2**31 - 1]):
+        told = said(custom_params={"agentspec_seed_ids": ids})
+        assert told == f"custom_params.agentspec_seed_ids: this model's ids are 0..{vocabulary - 1}, got {ids[-1]}"
+    biased = said(logit_bias={"5": 1e39})
+    assert biased == "logit_bias of 5: needed -inf or a number from -1e+30 to 1e+30, got 1e+39"
+    for name in ("seed", "n", "max_tokens", "temperature", "top_p", "presence_penalty"):
+        told = said(**{name: 10**400})
+        assert name in told and len(told) < 300
+    for long in ({"model": "m" * 10**5}, {"custom_params": {"agentspec_" + "x" * 10**5: 1}}, {"z" * 10**5: 1}):
+        answer = httpx.post(url, json={"model": "tiny", "messages": [USER], **long}, timeout=60)
+        assert answer.status_code in (400, 404) and len(answer.content) < 2500
     assert "nested" in refused(b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     assert "nested" in refused(b"[" * 5_000)
     assert "UTF-8" in refused(b'{"model": "\xff"}')
