@@ -27,6 +27,8 @@ A message says what was needed, what came, and what to do. agentspec imports not
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -51,8 +53,16 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "nearest",
     "shown",
 ]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a message about an unknown name ends with: the known one that is like it, else all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 def shown(value: Any, most: int = 80) -> str:

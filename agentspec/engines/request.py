@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, encodable, prepare
-from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError, shown
+from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError, nearest, shown
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import Span
 
@@ -172,9 +171,7 @@ class GenerationRequest:
         known = {f.name for f in fields(cls)}
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-                raise UnknownOptionError(f"unknown option {name}: {hint}")
+                raise UnknownOptionError(f"unknown option {name}: {nearest(name, known)}")
         return cls(**options)
 
     @property

@@ -6,7 +6,6 @@ May import pydantic and the engine's request; called by app.py.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentspec.chat.history import message_key
-from agentspec.errors import InvalidRequestError, UnknownOptionError
+from agentspec.errors import InvalidRequestError, UnknownOptionError, nearest
 from agentspec.loop import Seed
 
 __all__ = ["Asked", "ChatRequest", "CompletionRequest"]
@@ -332,9 +331,7 @@ def _content(where: str, content: Any) -> str:
 def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise UnknownOptionError(f"{where}: this server knows no field {key!r:.80} there: {hint}")
+            raise UnknownOptionError(f"{where}: this server knows no field {key!r:.80} there: {nearest(key, known)}")
 
 
 def _prediction(given: Mapping[str, Any] | None) -> tuple[Seed, ...]:
@@ -353,9 +350,7 @@ def _own(params: Mapping[str, Any]) -> tuple[str | None, str | None, bool, tuple
     for key in params:
         if not key.startswith(_PREFIX) or key[len(_PREFIX) :] not in _KEYS:
             known = [_PREFIX + k for k in _KEYS]
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise UnknownOptionError(f"custom_params: unknown key {key}: {hint}")
+            raise UnknownOptionError(f"custom_params: unknown key {key:.80}: {nearest(key, known)}")
     own = {key[len(_PREFIX) :]: value for key, value in params.items() if value is not None}
     for key in ("trajectory", "namespace"):
         if key in own and (not isinstance(own[key], str) or not own[key]):

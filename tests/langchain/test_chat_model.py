@@ -131,8 +131,13 @@ def test_an_option_that_nobody_knows_is_refused(tiny_tokenizer: Any) -> None:
     model = ChatAgentSpec(engine=TextEngine(tiny_tokenizer, "hello"))
     with pytest.raises(UnknownOptionError, match="did you mean temperature"):
         model.invoke("a", temprature=1)
-    with pytest.raises(ValidationError, match="temprature"):
+    with pytest.raises(ValidationError, match="unknown option 'temprature': did you mean temperature"):
         ChatAgentSpec(temprature=1)
+    with pytest.raises(ValidationError, match="unknown option 'zzz': known are api_key, base_url"):
+        ChatAgentSpec(zzz=1)
+    for name, alias in (("model", "model_name"), ("max_tokens", "max_completion_tokens"), ("stop", "stop_sequences")):
+        value = 5 if name == "max_tokens" else "a"
+        assert getattr(ChatAgentSpec(**{alias: value}), name) == getattr(ChatAgentSpec(**{name: value}), name) == value
     with pytest.raises(ValidationError, match="model's name goes into model="):
         ChatAgentSpec(engine="smollm2")
 

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from agentspec.chat import ChatTemplate, encodable
 from agentspec.engines.base import Engine
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, UnknownOptionError, nearest
 from agentspec.loop import Trajectory
 from langchain_agentspec import structured
 from langchain_agentspec.call import Call
@@ -127,6 +127,16 @@ class ChatAgentSpec(BaseChatModel):
     model_config = ConfigDict(populate_by_name=True, extra="forbid", arbitrary_types_allowed=True)
 
     # ---- settings -----------------------------------------------------------------------------
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_known(cls, given: Any) -> Any:
+        """Pydantic forbids other names too, but doesn't say which one was meant."""
+        known = {name for field, info in cls.model_fields.items() for name in (field, info.alias) if name}
+        for name in given if isinstance(given, builtins.dict) else ():
+            if name not in known:
+                raise UnknownOptionError(f"unknown option {name!r:.80}: {nearest(str(name), known)}")
+        return given
 
     @model_validator(mode="after")
     def _engine_checked(self) -> ChatAgentSpec:
