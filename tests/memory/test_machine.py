@@ -1,6 +1,6 @@
 """State machines: everything that can be done to memories, in any order, against the oracle.
 
-Runs compiled here and, in test_plain_python.py, as plain Python. AGENTSPEC_EXAMPLES sets the number of runs.
+Runs compiled here and, by test_kernels.py, as plain Python too. AGENTSPEC_EXAMPLES sets the number of runs.
 """
 
 from __future__ import annotations
