@@ -4,19 +4,11 @@ May import: numpy, numba. Never torch. Used by drafting, the engines, the replay
 """
 
 from agentspec.memory.ends import Ends
+from agentspec.memory.matches import Copied, Matches, Place
+from agentspec.memory.segments import Segment, Source, Span, as_source
 from agentspec.memory.store import MemoryStore
 from agentspec.memory.tokenizer import MessageMark, MessageMarks, vocabulary_fingerprint
-from agentspec.memory.trajectory import (
-    Context,
-    Copied,
-    Matches,
-    Place,
-    Segment,
-    Source,
-    Span,
-    TrajectoryMemory,
-    as_source,
-)
+from agentspec.memory.trajectory import Context, TrajectoryMemory
 
 __all__ = [
     "Context",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import InvalidRequestError
-from agentspec.memory.trajectory import Source, Span, as_tokens
+from agentspec.memory.segments import Source, Span, as_tokens
 
 __all__ = ["MessageMark", "MessageMarks", "vocabulary_fingerprint"]
 

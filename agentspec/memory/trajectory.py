@@ -21,39 +21,26 @@ a real prompt, a SEAM (-1) and a lead-in part them; index.py's docstring defines
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
-from agentspec.memory import forks
-from agentspec.memory import index as _index
+from agentspec.memory import forks, runs
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
+from agentspec.memory.matches import Copied, Matches
 from agentspec.memory.saved import SavedMemory
+from agentspec.memory.search import copy_longest, find
+from agentspec.memory.segments import Segment, Source, Span, Tokens, as_source, as_tokens, cover
 
-__all__ = [
-    "Context",
-    "Copied",
-    "Matches",
-    "Place",
-    "Segment",
-    "Source",
-    "Span",
-    "TrajectoryMemory",
-    "as_source",
-    "as_tokens",
-]
+__all__ = ["Context", "TrajectoryMemory"]
 
 Int32 = NDArray[np.int32]
-Copied = tuple[Int32, int, int]  # tokens that are copied, how many before them agreed, their source
-Tokens = Sequence[int] | NDArray[Any]
 
 # A run of this many tokens counts as held, wherever it was held; shorter ones may be coincidence.
 SHORTEST_RUN = 32
@@ -66,116 +53,6 @@ SMALLEST_MEMORY = 1024  # tokens
 _EMPTY_BYTES = 2000
 _OPEN_BYTES = 2048
 _HELD_ENTRY_BYTES = 80  # the two numbers of an entry of _held, besides the dict
-
-
-class Source(enum.IntEnum):
-    """Where a token in the memory came from. CURRENT is a call's own output while the call is open.
-
-    No memory holds tokens of the last two; a draft may come from them: SHARED, what other trajectories of the
-    namespace put out, and LANGUAGE, what English and code look like in general (the standard library's text).
-    """
-
-    PROMPT = 0
-    TOOL = 1
-    OUTPUT = 2
-    CURRENT = 3
-    SEED = 4
-    SCHEMA = 5
-    SHARED = 6
-    LANGUAGE = 7
-
-
-_HELD_SOURCES = tuple(source for source in Source if source not in (Source.SHARED, Source.LANGUAGE))
-
-
-class Place(enum.IntEnum):
-    """What a match's position counts in: the context's tokens, the memory's, or those of its namespace's
-    memory.
-    """
-
-    OUTPUT = _index.IN_OUTPUT
-    MEMORY = _index.IN_MEMORY
-    SHARED = _index.IN_SHARED
-
-
-@dataclass(slots=True, frozen=True)
-class Span:
-    """A part of a prompt, by its caller: tokens[start:end] are one message (or one part of it)."""
-
-    start: int
-    end: int
-    source: Source = Source.PROMPT
-    role: str = ""
-
-
-@dataclass(slots=True, frozen=True)
-class Segment:
-    """tokens[start:end] of the memory, one piece of one origin. Copies never run across its end.
-
-    identity is a hash of its tokens (62 bits, the same in every process).
-    """
-
-    start: int
-    end: int
-    source: Source
-    role: str
-    identity: int
-
-
-class Matches:
-    """Earlier occurrences of a context's end, the longest agreement first, then the most recent.
-
-    positions:  int32[m], the position of the token that FOLLOWED the occurrence, counted in its place
-    lengths:    int32[m], how many of the context's last tokens stand right before that position
-    places:     int32[m], Place
-    sources:    int32[m], Source
-    ends:       int32[m], where copying from positions stops; -1: nowhere, a copy of the call's own output
-                goes on periodically over what it copied itself
-
-    Valid until the memory changes; copy what has to live longer.
-    """
-
-    __slots__ = ("_context", "_memory", "_rows", "_shared")
-
-    def __init__(
-        self, context: Context, memory: TrajectoryMemory, shared: TrajectoryMemory | None, rows: Int32
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._shared = shared
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def positions(self) -> Int32:
-        return self._rows[:, _index.POSITION]
-
-    @property
-    def lengths(self) -> Int32:
-        return self._rows[:, _index.AGREEMENT]
-
-    @property
-    def places(self) -> Int32:
-        return self._rows[:, _index.PLACE]
-
-    @property
-    def sources(self) -> Int32:
-        return self._rows[:, _index.SOURCE]
-
-    @property
-    def ends(self) -> Int32:
-        return self._rows[:, _index.END]
-
-    def copy(self, row: int, count: int) -> tuple[Int32, Source]:
-        """What followed occurrence `row`: int32[count or less], cut at the segment's end, and its source."""
-        place, position, _, source, end = self._rows[row].tolist()
-        if place == Place.OUTPUT:
-            return _periodic(self._context.tokens, position, count), Source.CURRENT
-        memory = self._memory if place == Place.MEMORY else self._shared
-        assert memory is not None
-        return memory.tokens[position : min(position + count, end)].copy(), Source(source)
 
 
 class Context:
@@ -236,35 +113,6 @@ class Context:
         """
         rows = self.layout
         return bool(((rows[:, 2] <= position) & (position < rows[:, 2] + rows[:, 1] - rows[:, 0])).any())
-
-
-def as_source(source: Any) -> Source:
-    """A source of tokens that a memory can hold. Raises InvalidRequestError for another."""
-    if source in _HELD_SOURCES:
-        return Source(source)
-    raise InvalidRequestError(f"source: needed one of {', '.join(s.name for s in _HELD_SOURCES)}, got {source!r}")
-
-
-def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> Int32:
-    """Token ids as int32[n]. Raises InvalidRequestError for anything that isn't a flat list of ids >= 0."""
-    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
-        narrow = np.ascontiguousarray(tokens)
-        place = int(_index.first_negative(narrow))
-        if place >= 0:
-            raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {int(narrow[place])} at {place}")
-        return narrow
-    try:
-        wide = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got {type(tokens).__name__}") from error
-    if wide.size == 0 and wide.ndim == 1:
-        return np.empty(0, dtype=np.int32)
-    if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
-        raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got shape {wide.shape} of {wide.dtype}")
-    low, high = int(wide.min()), int(wide.max())
-    if low < 0 or high > 2**31 - 1:
-        raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {low}..{high}")
-    return np.ascontiguousarray(wide, dtype=np.int32)
 
 
 class TrajectoryMemory:
@@ -387,10 +235,10 @@ class TrajectoryMemory:
         ids = as_tokens(prompt, "prompt")
         if len(ids) == 0:
             raise InvalidRequestError("prompt: needed at least one token, got none")
-        tiles = _cover(len(ids), spans)
+        tiles = cover(len(ids), spans)
         bounds = np.array([(tile.start, tile.end) for tile, _ in tiles], dtype=np.int64)
         identities = np.empty(len(bounds), dtype=np.int64)
-        _index.identities(ids, bounds, identities)
+        runs.identities(ids, bounds, identities)
         with self.lock:
             self._make_room(len(ids))
             context = Context(self, ids)
@@ -459,7 +307,7 @@ class TrajectoryMemory:
                 writer = _Writer(self, ids)
                 if context.tail == self._index.size:
                     writer.bridge = context.bridge
-                identity = _identity(ids, start, end)
+                identity = runs.identity(ids, start, end)
                 writer.store(start, end, Source.OUTPUT, "assistant", identity)
                 context.stored = self.segments_from(self._count - 1)[0]
             # The tokens stay readable; the open output's own index is of no more use.
@@ -480,7 +328,7 @@ class TrajectoryMemory:
             if end - start > self.max_tokens // 2:
                 start = end - self.max_tokens // 2
             self._make_room(end - start)
-            identity = _identity(ids, start, end)
+            identity = runs.identity(ids, start, end)
             if self._find_held(ids, start, end, identity) >= 0:
                 return False
             _Writer(self, ids).store(start, end, source, role, identity)
@@ -501,7 +349,7 @@ class TrajectoryMemory:
             before = self._count
             layout: list[tuple[int, int, int]] = []
             writer = _Writer(self, ids)
-            self._lay(writer, Span(0, len(ids), source, "seed"), True, _identity(ids, 0, len(ids)), layout)
+            self._lay(writer, Span(0, len(ids), source, "seed"), True, runs.identity(ids, 0, len(ids)), layout)
             added = sum(segment.end - segment.start for segment in self.segments_from(before))
         self._grew()
         return added
@@ -577,7 +425,7 @@ class TrajectoryMemory:
             self._roles = list(part.roles)
             rows = np.ascontiguousarray(part.rows, dtype=np.int32)
             identities = np.empty(len(rows), dtype=np.int64)
-            _index.identities(part.tokens, rows[:, :2].astype(np.int64), identities)
+            runs.identities(part.tokens, rows[:, :2].astype(np.int64), identities)
             self._restore(part.tokens, rows, identities)
             self._held = dict(zip(identities.tolist(), rows[:, 0].tolist(), strict=True))
             self.learned = {name: dict(arrays) for name, arrays in part.learned.items()}
@@ -599,7 +447,7 @@ class TrajectoryMemory:
                 f"got {min_match}, {max_match}, {recent}"
             )
         found = np.empty((6 * recent, 5), dtype=np.int32)
-        count = self._search(_index.find, context, min_match, max_match, recent, found)
+        count = self._search(find, context, min_match, max_match, recent, found)
         return Matches(context, self, self.shared, found[:count])
 
     def copy_longest(self, context: Context, min_match: int, max_match: int, count: int, recent: int = 4) -> Copied:
@@ -609,7 +457,7 @@ class TrajectoryMemory:
         tokens agreed; source: Source's number. Arguments as match() takes them, unchecked.
         """
         copied = np.empty(count, dtype=np.int32)
-        found, agreement, source = self._search(_index.copy_longest, context, min_match, max_match, recent, copied)
+        found, agreement, source = self._search(copy_longest, context, min_match, max_match, recent, copied)
         return copied[:found], agreement, source
 
     def _search(self, search: Any, context: Context, min_match: int, max_match: int, recent: int, result: Int32) -> Any:
@@ -661,7 +509,7 @@ class TrajectoryMemory:
                     raise IntegrityError(f"a lead-in of {len(lead)} tokens before {segment}")
                 if bool((tokens[segment.start : segment.end] < 0).any()):
                     raise IntegrityError(f"a seam inside {segment}")
-                if segment.identity != _identity(tokens, segment.start, segment.end):
+                if segment.identity != runs.identity(tokens, segment.start, segment.end):
                     raise IntegrityError(f"{segment} has another identity than its tokens")
                 at = segment.end
             if at != len(tokens):
@@ -706,7 +554,7 @@ class TrajectoryMemory:
         if held >= 0 and np.array_equal(tokens[held : held + length], ids[start:end]):
             return held
         index = self._index
-        held, run = _index.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
+        held, run = runs.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
         # Not inside a lead-in: no copy starts there.
         if run < length or held >= self._rows[self._segment_at(held), 1]:
             return -1
@@ -725,13 +573,13 @@ class TrajectoryMemory:
         if end - start >= SHORTEST_RUN and self._index.size:
             index = self._index
             rows = np.empty((2 + 2 * ((end - start) // SHORTEST_RUN), 3), dtype=np.int32)
-            count = _index.lay_runs(
+            count = runs.lay_runs(
                 ids, start, end, index.tokens, index.size, index.links, index.table, SHORTEST_RUN, TRIES, rows
             )
-            runs = [(a, b, at) for a, b, at in rows[:count].tolist()]
-            covered = sum(b - a for a, b, at in runs if at >= 0)
+            laid = [(a, b, at) for a, b, at in rows[:count].tolist()]
+            covered = sum(b - a for a, b, at in laid if at >= 0)
             if not named or 4 * covered >= 3 * (end - start):
-                pieces = runs
+                pieces = laid
         whole = len(pieces) == 1
         for a, b, at in pieces:
             if at >= 0:
@@ -807,7 +655,7 @@ class _Writer:
         """Add ids[start:end] as a segment; returns where it lies."""
         ids, index = self.ids, self.memory._index
         if identity is None:
-            identity = _identity(ids, start, end)
+            identity = runs.identity(ids, start, end)
         try:
             if 0 <= self.bridge <= start <= self.bridge + LEAD:
                 # What stands between is held elsewhere (a template's header): repeating it keeps the stretch
@@ -825,43 +673,5 @@ class _Writer:
         return at
 
 
-_WHOLE = (int, np.integer)
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _NO_ROWS = np.empty((0, 3), dtype=np.int32)
-
-
-def _identity(ids: Int32, start: int, end: int) -> int:
-    result = np.empty(1, dtype=np.int64)
-    _index.identities(ids, np.array([(start, end)], dtype=np.int64), result)
-    return int(result[0])
-
-
-def _periodic(tokens: Int32, position: int, count: int) -> Int32:
-    """count tokens from `position` on; past the end they repeat what was copied, as the copy would."""
-    tail = tokens[position:]
-    repeated: Int32 = np.resize(tail, count)
-    return repeated
-
-
-def _cover(length: int, spans: Sequence[Span] | None) -> list[tuple[Span, bool]]:
-    """The spans with the gaps between them filled, so that they tile 0..length; False for what was a gap."""
-    tiled: list[tuple[Span, bool]] = []
-    at = 0
-    for span in spans or ():
-        if not (isinstance(span.start, _WHOLE) and isinstance(span.end, _WHOLE) and isinstance(span.role, str)):
-            raise InvalidRequestError(
-                f"spans: needed whole numbers for start and end and text for the role, got {span}"
-            )
-        as_source(span.source)
-        if span.start < at or span.end < span.start or span.end > length:
-            raise InvalidRequestError(
-                f"spans must lie in order, without overlap, inside the prompt of {length} tokens; got {span}"
-            )
-        if span.start > at:
-            tiled.append((Span(at, span.start), False))
-        if span.end > span.start:
-            tiled.append((span, True))
-        at = span.end
-    if at < length:
-        tiled.append((Span(at, length), False))
-    return tiled

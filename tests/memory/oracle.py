@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentspec.memory.index import IN_MEMORY, IN_OUTPUT, IN_SHARED, ORDERS, SEAM
+from agentspec.memory.index import ORDERS, SEAM
+from agentspec.memory.search import IN_MEMORY, IN_OUTPUT, IN_SHARED
 
 Row = tuple[int, int, int, int, int]  # place, position, agreement, source, end
 
@@ -33,7 +34,7 @@ def find(
     max_match: int,
     recent: int,
 ) -> list[Row]:
-    """Rows as MatchIndex.find gives them. segments: (start, end, source)."""
+    """Rows as search.find gives them. segments: (start, end, source)."""
     own = [(IN_OUTPUT, p, agreement(context, p, context, max_match), 3, -1) for p in range(prompt_length, len(context))]
     held = [
         (IN_MEMORY, p, agreement(memory, p, context, max_match), source, end)

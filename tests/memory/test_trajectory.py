@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
-from agentspec.memory import Context, Place, Source, Span, TrajectoryMemory, trajectory
-from agentspec.memory.trajectory import as_tokens
+from agentspec.memory import Context, Place, Source, Span, TrajectoryMemory, index
+from agentspec.memory.segments import as_tokens
 from tests.memory.test_index import compare
 
 pytestmark = pytest.mark.fast
@@ -475,7 +475,7 @@ def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, aft
     memory = TrajectoryMemory()
     call = memory.extend([*range(100), *range(50)], [Span(0, 70), Span(70, 150)])
     memory.append(call, [1, 2, 3, 1, 2])
-    add = trajectory._index.add
+    add = index.add
 
     pressed: list[bool] = []
 
@@ -496,7 +496,7 @@ def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, aft
     ):
         pressed.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(trajectory._index, "add", interrupted)
+            patch.setattr(index, "add", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 work()
         assert memory.tokens.tolist() == tokens
