@@ -17,10 +17,8 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentspec.errors import EngineError
+from agentspec.serve.launch import SGLangServer
 from benchmarks.gpu import Report, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,44 +164,24 @@ class Running:
             command += ["--speculative-algorithm", algorithm]
         self._log = folder / "log"
         began = time.monotonic()
+        method = "agentspec" if algorithm == "AGENTSPEC" else "off"
         with self._log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment(folder), start_new_session=True
+            self._running = SGLangServer(
+                command, environment(folder), self.url, method, start_s=limit_s, shutdown_s=10.0, output=out
             )
-        try:
-            self._wait(limit_s)
-        except BaseException:
-            self.stop()
-            raise
-        self.start_s = time.monotonic() - began
-
-    def _wait(self, limit_s: float) -> None:
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}: {self.tail()}")
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
-            time.sleep(0.5)
-        raise RuntimeError(f"the server wasn't ready after {limit_s:.0f} s: {self.tail()}")
+                self._running.__enter__()
+            except EngineError as error:
+                told = f"{error}: {self.tail()}"
+                self._folder.cleanup()
+                raise RuntimeError(told) from error
+        self.start_s = time.monotonic() - began
 
     def tail(self) -> str:
         return self._log.read_text(errors="replace")[-1500:] if self._log.exists() else ""
 
     def stop(self) -> None:
-        for number, wait in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(wait)
-            except subprocess.TimeoutExpired:
-                continue
+        self._running.stop()
         self._folder.cleanup()
 
 

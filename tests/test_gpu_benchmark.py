@@ -90,7 +90,7 @@ def test_a_server_that_does_not_start_is_reported_for_each_algorithm(tmp_path: P
     parts = json.loads(out.read_text())["parts"]
     assert parts["prompts"]["found"]["trajectories"] == 4
     for algorithm in gpu_server.ALGORITHMS:
-        assert "the server ended with 1" in parts[algorithm]["error"]
+        assert "SGLang ended with 1 before it was ready" in parts[algorithm]["error"]
 
 
 @pytest.mark.fast

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from agentspec.errors import EngineError, InvalidRequestError, MissingExtraError, ServerError
@@ -120,7 +120,10 @@ def variables(
 
 @dataclass
 class SGLangServer:
-    """A running SGLang; a context manager. url: http://HOST:PORT; method: what it was started with."""
+    """A running SGLang; a context manager. url: http://HOST:PORT; method: what it was started with.
+
+    output: an open file for what it prints; None: this process' own output
+    """
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -129,9 +132,16 @@ class SGLangServer:
     api_key: str | None = None
     start_s: float = 1800.0
     shutdown_s: float = 30.0
+    output: IO[bytes] | None = None
 
     def __enter__(self) -> SGLangServer:
-        self.process = subprocess.Popen(list(self.words), env=dict(self.environment), start_new_session=True)
+        self.process = subprocess.Popen(
+            list(self.words),
+            stdout=self.output,
+            stderr=None if self.output is None else subprocess.STDOUT,
+            env=dict(self.environment),
+            start_new_session=True,
+        )
         try:
             self._wait_until_ready()
         except BaseException:
@@ -163,7 +173,7 @@ class SGLangServer:
         end = time.monotonic() + self.start_s
         while True:
             if (code := self.process.poll()) is not None:
-                raise EngineError(f"SGLang ended with {code} before it was ready; its output above says why")
+                raise EngineError(f"SGLang ended with {code} before it was ready; its output says why")
             if time.monotonic() > end:
                 raise ServerError(f"SGLang was not ready after {self.start_s:g} s; allow more with --start-timeout")
             if self._healthy():

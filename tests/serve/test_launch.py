@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,10 +98,13 @@ def test_all_that_was_started_is_stopped() -> None:
     assert server.process.returncode == -signal.SIGTERM and not _alive(server.process.pid)
 
 
-def test_a_server_that_ends_is_said() -> None:
-    server = SGLangServer([sys.executable, "-c", "raise SystemExit(3)"], {}, "http://127.0.0.1:9", "off")
-    with pytest.raises(EngineError, match="ended with 3"), server:
-        pass
+def test_a_server_that_ends_is_said(tmp_path: Path) -> None:
+    code = "import sys; print('out', flush=True); print('err', file=sys.stderr); raise SystemExit(3)"
+    with (tmp_path / "log").open("wb") as log:
+        server = SGLangServer([sys.executable, "-c", code], {}, "http://127.0.0.1:9", "off", output=log)
+        with pytest.raises(EngineError, match="ended with 3"), server:
+            pass
+    assert (tmp_path / "log").read_text().split() == ["out", "err"]
 
 
 def test_without_sglang_the_extra_is_named() -> None:

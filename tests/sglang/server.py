@@ -3,21 +3,19 @@ setup_venv.py's."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentspec.errors import EngineError
+from agentspec.serve.launch import SGLangServer
 from tests.sglang.setup_venv import HERE, models_path, models_ready, python_path, ready
 
 ROOT = HERE.parents[1]
@@ -124,50 +122,34 @@ class Server:
         extra = {"AGENTSPEC_SGLANG": json.dumps(given)} if algorithm == "AGENTSPEC" else {}
         self._log = folder / "log"
         with self._log.open("wb") as out:
-            self.process = subprocess.Popen(
+            # "off": no answer is asked for to see whether the plugin is there; the tests count answers
+            self._running = SGLangServer(
                 command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment(folder, plugin, **extra, **(variables or {})),
-                start_new_session=True,
+                environment(folder, plugin, **extra, **(variables or {})),
+                self.url,
+                "off",
+                start_s=wait,
+                shutdown_s=10.0,
+                output=out,
             )
-        try:
-            self._wait(wait)
-        except BaseException:
-            self.stop()
-            raise
+            try:
+                self._running.__enter__()
+            except EngineError as error:
+                told = f"{error}:\n{self.log[-6000:]}"
+                self._folder.cleanup()
+                raise RuntimeError(told) from error
 
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def _wait(self, limit: float) -> None:
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log[-6000:]}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
-            time.sleep(0.3)
-        raise RuntimeError(f"the server wasn't ready after {limit} s:\n{self.log[-6000:]}")
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._running.process
 
     def stop(self) -> None:
         """End the server and all that it started, and wait for that."""
-        try:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
-        except ProcessLookupError:
-            pass
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-        self._kept_log = self.log
+        self._running.stop()
         self._folder.cleanup()
 
     def __enter__(self) -> Server:
