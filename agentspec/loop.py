@@ -16,6 +16,7 @@ Knows nothing of engines: an engine asks `current_trajectory()` and turns the se
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -31,7 +32,7 @@ from typing import Any, Literal, TypeVar, overload
 from agentspec import telemetry
 from agentspec.errors import InvalidRequestError
 
-__all__ = ["Seed", "Trajectory", "agent_loop", "current_trajectory", "seed", "tool", "trajectory"]
+__all__ = ["Seed", "Trajectory", "agent_loop", "as_text", "current_trajectory", "seed", "tool", "trajectory"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SeedSource = Literal["seed", "tool", "schema"]
@@ -339,9 +340,7 @@ def tool(function: Any = None, /, *, seed: bool = True) -> Any:
         current = _current.get()
         if current is None or not seed or value is None:
             return
-        text = value if isinstance(value, str) else _as_text(value)
-        if text:
-            current.seed(text, "tool")
+        current.seed(as_text(value), "tool")
 
     def wrap(target: Any) -> Any:
         name = getattr(target, "__name__", type(target).__name__)
@@ -356,10 +355,15 @@ def tool(function: Any = None, /, *, seed: bool = True) -> Any:
     return _decorate(function, wrap)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """What a tool returned, as draft material: text as it is, anything else as JSON where it can; "" where it has no
+    text. Never raises: a tool doesn't fail for being remembered."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, (bytes, bytearray)):
         return bytes(value).decode("utf-8", "replace")
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+    writers: tuple[Callable[[Any], str], ...] = (functools.partial(json.dumps, ensure_ascii=False), str)
+    for write in writers:
+        with contextlib.suppress(Exception):  # its own __str__ may raise anything
+            return write(value)
+    return ""

@@ -206,6 +206,26 @@ def test_tasks_and_threads_inherit():
         assert found[1] is t
 
 
+class Mute:
+    def __str__(self):
+        raise LookupError("no words")
+
+
+def _deep():
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("make", [Mute, _deep, lambda: 10**5000, lambda: {"a": {1, 2}, "b": Mute}])
+def test_a_tool_does_not_fail_for_what_it_returns(make):
+    value = make()
+    with agentspec.trajectory() as t:
+        assert agentspec.tool(lambda: value)() is value
+    assert all(seed.content for seed in t.seeds_from(0))
+
+
 def test_tool_seeds_what_it_returns():
     @agentspec.tool
     def read(path):

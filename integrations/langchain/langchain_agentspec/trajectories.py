@@ -26,7 +26,7 @@ from typing import Any
 
 from langchain_core.messages import BaseMessage, ToolMessage
 
-from agentspec.loop import Trajectory, current_trajectory
+from agentspec.loop import Trajectory, as_text, current_trajectory
 
 __all__ = ["Origin", "Trajectories", "trajectories_of"]
 
@@ -92,7 +92,7 @@ class Trajectories:
                 continue
             texts: list[str] = [str(message.text)]
             if message.artifact is not None:
-                texts.append(_as_text(message.artifact))
+                texts.append(as_text(message.artifact))
             key = f"{message.tool_call_id} {hash(tuple(texts))}"
             with self._lock:
                 seeded = self._seeded.setdefault(trajectory, set())
@@ -185,17 +185,6 @@ def _end_of(before: bytes, message: Mapping[str, Any]) -> bytes:
     ]
     words = json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
     return hashlib.blake2b(before + words.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (bytes, bytearray)):
-        return bytes(value).decode("utf-8", "replace")
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
 
 
 _by_engine: dict[int, Trajectories] = {}  # by id(), since an engine need not be hashable
