@@ -100,4 +100,8 @@ def _cut_part(key: str, value: Any, longest: int) -> Any:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """As JSON, whatever it is: nobody's tool or call fails for being traced."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except Exception as error:  # its own __str__ may raise anything, nested too deep, an integer of 4300 digits
+        return json.dumps(f"[a {type(value).__name__} that can't be written: {type(error).__name__}]")

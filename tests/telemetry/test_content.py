@@ -52,6 +52,34 @@ def test_nothing_by_default(spans, monkeypatch, value):
     assert SECRET not in everything(spans)
 
 
+class Mute:
+    def __str__(self):
+        raise LookupError("no words")
+
+
+def _deep():
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("make", [Mute, _deep, lambda: 10**5000])
+def test_what_cant_be_written_fails_no_tool(spans, monkeypatch, make):
+    monkeypatch.setenv(VARIABLE, "true")
+    value = make()
+
+    @agentspec.tool(seed=False)
+    def same(value):
+        return value
+
+    with agentspec.trajectory(name="a"):
+        assert same(value) is value
+    told = spans.named("execute_tool same").attributes
+    for name in ("gen_ai.tool.call.arguments", "gen_ai.tool.call.result"):
+        assert "can't be written" in json.loads(told[name])
+
+
 @pytest.mark.parametrize("value", ["true", "SPAN_ONLY", "span_and_event"])
 def test_on_opt_in_messages_as_the_conventions_schema_has_them(spans, monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)
