@@ -28,10 +28,15 @@ def common_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, start: A
     return n
 
 
-@kernel("UniTuple(int64, 2)(int32[::1], int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64)")
-def longest_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, tries: Any) -> Any:
+@kernel(
+    "UniTuple(int64, 2)(int32[::1], int64, int64, int64, int32[::1], int64, int32[:, ::1], int32[::1], int64, int64)"
+)
+def longest_run(
+    ids: Any, behind: Any, first: Any, last: Any, tokens: Any, size: Any, links: Any, table: Any, least: Any, tries: Any
+) -> Any:
     """(start, length) of the longest run of tokens[:size] that equals ids[first:...], at most
-    ids[first:last].
+    ids[first:last]. One that is preceded by ids[behind:first], and with that at least `least` tokens long, is better
+    than any that isn't.
 
     Looks at the `tries` most recent runs that agree in the highest order's worth of tokens (fewer where
     ids[first:last] is short; a run of one token isn't looked for). (-1, 0) if there is none. Of equals the
@@ -39,6 +44,7 @@ def longest_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: 
     """
     best_start = -1
     best = 0
+    best_joins = False
     if len(table) == 0:
         return best_start, best
     # The run is looked for by its first `reach` tokens: they have to be followed by one, as all that is
@@ -69,10 +75,16 @@ def longest_run(ids: Any, first: Any, last: Any, tokens: Any, size: Any, links: 
             cut_off = first + n < last and (start + n >= size or tokens[start + n] < 0)
         elif attempt == 1:
             period = recent - start
-        if n > best:
+        gap = first - behind
+        joins = n > 0 and gap <= start and gap + n >= least
+        while joins and gap > 0:
+            joins = tokens[start - gap] == ids[first - gap]
+            gap -= 1
+        if (joins and not best_joins) or (joins == best_joins and n > best):
             best = n
             best_start = start
-            if first + n == last:
+            best_joins = joins
+            if joins and first + n == last:
                 break
         position = int(links[position, chain])
     if cut_off and period > 0 and first + best < last:
@@ -112,10 +124,21 @@ def lay_runs(
     at = first
     new = first
     while at < last and last - at >= shortest:
-        start, length = longest_run(ids, at, last, tokens, size, links, table, tries)
+        # A few tokens between two runs may be held with what follows them: many messages begin alike, and of those
+        # only the most recent were tried there.
+        behind = at
+        if at > first and at - new < shortest:
+            behind = new
+        start, length = longest_run(ids, behind, at, last, tokens, size, links, table, shortest, tries)
+        begin = at
+        while length > 0 and begin > new and start > 0 and tokens[start - 1] == ids[begin - 1]:
+            begin -= 1
+            start -= 1
+            length += 1
         if length < shortest:
             at += 1
             continue
+        at = begin
         if at > new:
             laid[count, 0] = new
             laid[count, 1] = at

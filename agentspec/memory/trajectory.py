@@ -53,6 +53,7 @@ SMALLEST_MEMORY = 1024  # tokens
 _EMPTY_BYTES = 2000
 _OPEN_BYTES = 2048
 _HELD_ENTRY_BYTES = 80  # the two numbers of an entry of _held, besides the dict
+_PIECES_BYTES = 300  # an entry of _pieces, besides the numbers in its array
 
 
 class Context:
@@ -156,6 +157,7 @@ class TrajectoryMemory:
         self._count = 0
         self._roles: list[str] = []
         self._held: dict[int, int] = {}  # identity of a message -> where it lies
+        self._keep_pieces({})
 
     # ---- what is held -------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class TrajectoryMemory:
                 + self._identities.nbytes
                 + sys.getsizeof(self._held)
                 + _HELD_ENTRY_BYTES * len(self._held)
+                + self._pieces_bytes
                 + sum(context.nbytes for context in self._open)
                 + sum(int(getattr(attachment, "nbytes", 0)) for attachment in self.attachments.values())
                 + sum(array.nbytes for arrays in self.learned.values() for array in arrays.values())
@@ -385,9 +388,12 @@ class TrajectoryMemory:
             )
             kept[:, :2] -= cut
             held = {identity: start - cut for identity, start in self._held.items() if start >= cut}
+            moved = np.array([0, 0, cut], dtype=np.int32)
+            pieces = {name: laid - moved for name, laid in self._pieces.items() if int(laid[:, 2].min()) >= cut}
             roles, identities = self._roles, names.copy()
             self._clear()
             self._roles, self._held = roles, held
+            self._keep_pieces(pieces)
             self._restore(old, kept, identities)
             self.epoch += 1
             for context in self._open:
@@ -402,6 +408,7 @@ class TrajectoryMemory:
         with self.lock:
             self.forget_oldest(0)
             self._held = {}
+            self._keep_pieces({})
             self.attachments.clear()
             self.learned.clear()
 
@@ -518,6 +525,14 @@ class TrajectoryMemory:
             for start in self._held.values():
                 if not 0 <= start < len(tokens):
                     raise IntegrityError(f"a message is said to be held at {start} of {len(tokens)}")
+            if self._pieces_bytes != sum(_PIECES_BYTES + pieces.nbytes for pieces in self._pieces.values()):
+                raise IntegrityError("the bytes of messages in pieces don't add up")
+            for identity, pieces in self._pieces.items():
+                message = np.empty(int(pieces[:, 1].max()), dtype=np.int32)
+                for start, end, place in pieces.tolist():
+                    message[start:end] = tokens[place : place + end - start]
+                if runs.identity(message, 0, len(message)) != identity:
+                    raise IntegrityError("a message is said to be held in pieces that aren't it")
             for context in self._open:
                 if context.closed or context.memory is not self:
                     raise IntegrityError("a closed or foreign call is listed as open")
@@ -542,6 +557,7 @@ class TrajectoryMemory:
         size = int(rows[-1, 1]) if self._count else 0
         self._restore(self._index.tokens[:size].copy(), rows, self._identities[: self._count].copy())
         self._held = {identity: start for identity, start in self._held.items() if start < size}
+        self._keep_pieces({name: laid for name, laid in self._pieces.items() if int(laid[:, 2].max()) < size})
 
     def _segment_at(self, position: int) -> int:
         return int(np.searchsorted(self._rows[: self._count, 0], position, side="right")) - 1
@@ -554,7 +570,9 @@ class TrajectoryMemory:
         if held >= 0 and np.array_equal(tokens[held : held + length], ids[start:end]):
             return held
         index = self._index
-        held, run = runs.longest_run(ids, start, end, index.tokens, index.size, index.links, index.table, TRIES)
+        held, run = runs.longest_run(
+            ids, start, start, end, index.tokens, index.size, index.links, index.table, 0, TRIES
+        )
         # Not inside a lead-in: no copy starts there.
         if run < length or held >= self._rows[self._segment_at(held), 1]:
             return -1
@@ -569,6 +587,12 @@ class TrajectoryMemory:
             layout.append((start, end, held))
             writer.passed(end, held + end - start)
             return
+        offsets = np.array([start, start, 0], dtype=np.int32)
+        known = self._pieces.get(identity)
+        if known is not None and self._lies_in(known, ids, start):
+            layout += (known + offsets).tolist()
+            writer.passed(end, int(known[-1, 2] + known[-1, 1] - known[-1, 0]))
+            return
         pieces = [(start, end, -1)]
         if end - start >= SHORTEST_RUN and self._index.size:
             index = self._index
@@ -579,18 +603,40 @@ class TrajectoryMemory:
             laid = [(a, b, at) for a, b, at in rows[:count].tolist()]
             covered = sum(b - a for a, b, at in laid if at >= 0)
             if not named or 4 * covered >= 3 * (end - start):
-                pieces = laid
+                pieces = _merged(laid)
         whole = len(pieces) == 1
+        before = len(layout)
         for a, b, at in pieces:
             if at >= 0:
                 layout.append((a, b, at))
                 writer.passed(b, at + b - a)
                 continue
-            # A piece between held runs takes some of the next run along, so that a copy of it finds its way
-            # on.
-            stop = min(b + LEAD, end) if not whole else b
+            # A piece between held runs takes some of the next run along, so that a copy of it finds its way on, and
+            # so that it is found itself when it comes again.
+            stop = min(max(b + LEAD, a + SHORTEST_RUN), end) if not whole else b
             at = writer.store(a, stop, tile.source, tile.role, identity if whole else None)
             layout.append((a, stop, at))
+        if named and not whole:
+            self._keep_pieces({identity: np.array(layout[before:], dtype=np.int32) - offsets}, self._pieces)
+
+    def _keep_pieces(self, more: dict[int, Int32], known: dict[int, Int32] | None = None) -> None:
+        """Note where messages lie that are held in several pieces: identity -> layout, counted from their start.
+
+        Sent again such a message is found by that, piece by piece: some may be too short to be looked for.
+        """
+        if known is None:
+            known, self._pieces_bytes = {}, 0
+        for identity, laid in more.items():
+            if identity in known:
+                self._pieces_bytes -= _PIECES_BYTES + known[identity].nbytes
+            known[identity] = laid
+            self._pieces_bytes += _PIECES_BYTES + laid.nbytes
+        self._pieces = known
+
+    def _lies_in(self, pieces: Int32, ids: Int32, start: int) -> bool:
+        """Whether ids[start:...] are the message that is held in these pieces."""
+        tokens = self.tokens
+        return all(np.array_equal(tokens[at : at + b - a], ids[start + a : start + b]) for a, b, at in pieces.tolist())
 
     def _make_room(self, tokens: int) -> None:
         most = self.max_tokens
@@ -671,6 +717,21 @@ class _Writer:
             raise
         self.bridge = end
         return at
+
+
+def _merged(laid: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Rows (start, end, place or -1) without the short runs behind new pieces, which become part of them.
+
+    Of a longer run a run is left behind what the piece takes along: so all will be found when it comes again, and
+    text with an edit in it is added once, not with each prompt that repeats it.
+    """
+    merged = laid[:1]
+    for a, b, at in laid[1:]:
+        if merged[-1][2] < 0 and (at < 0 or b - a < 2 * SHORTEST_RUN):
+            merged[-1] = (merged[-1][0], b, -1)
+        else:
+            merged.append((a, b, at))
+    return merged
 
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)

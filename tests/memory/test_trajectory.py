@@ -84,6 +84,39 @@ def test_a_chain_of_200_calls_stays_linear(with_spans: bool, strips: bool) -> No
     memory.check()
 
 
+@pytest.mark.parametrize("with_spans", [True, False])
+@pytest.mark.parametrize("places", [[0], [1], [20], [-1], [-2], [10, 40], [5, 25, 45], [0, -1]])
+def test_what_reads_otherwise_in_later_prompts_is_added_once(places: list[int], with_spans: bool) -> None:
+    """A template that trims, or text that is tokenised anew: some tokens of each output differ when it comes back."""
+    random = np.random.default_rng(8)
+    memory = TrajectoryMemory()
+    chat: list[Message] = [("system", words(random, 100)), ("user", words(random, 40))]
+    new = 140
+    sizes = []
+    for _ in range(80):
+        ids, spans = render(chat)
+        context = memory.extend(ids, spans if with_spans else None)
+        assert laid(context)
+        output = [THINK, NEWLINE, *words(random, 70)]
+        memory.append(context, [*output, END])
+        memory.close(context)
+        again = list(output)
+        for place in places:
+            again[place] = 45_000 + place
+        result = [THINK, NEWLINE, START, *words(random, 60)]
+        chat += [("assistant", again), ("tool", result)]
+        new += len(output) + len(result) + 8
+        sizes.append(len(memory))
+    assert sizes[-1] < 2.05 * new, "some is added with every prompt"
+    assert sizes[79] - sizes[59] < 1.15 * (sizes[39] - sizes[19]), "it grows faster than what is new"
+    size = len(memory)
+    for _ in range(3):  # nothing more comes of sending the same again
+        memory.close(memory.extend(*(render(chat) if with_spans else (render(chat)[0],))))
+        size, before = len(memory), size
+    assert size == before
+    memory.check()
+
+
 def test_nothing_is_added_by_a_retry() -> None:
     random = np.random.default_rng(2)
     memory = TrajectoryMemory()
@@ -217,8 +250,8 @@ def test_a_file_read_again_after_an_edit_adds_the_edit() -> None:
     assert source is Source.TOOL
     assert copied.tolist() == file[1000:1012]
     # The copy of the edit takes some of what follows along; from there the old text goes on.
-    memory.append(context, file[1000:1021])
-    assert memory.match(context, max_match=16).copy(0, 30)[0].tolist() == file[1021:1051]
+    memory.append(context, file[1000:1032])
+    assert memory.match(context, max_match=16).copy(0, 30)[0].tolist() == file[1032:1062]
 
 
 def test_two_calls_at_once_keep_their_outputs_apart() -> None:
