@@ -25,6 +25,7 @@ import json
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ MAGIC = b"agentspec-memory"
 VERSION = 1
 _PREFIX = struct.Struct("<16sII")
 _DIGEST = 32
+_TEMPORARY = ".agentspec-memory-"
+_LEFT_AFTER_SECONDS = 3600
 _SOURCES = 6
 _DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
@@ -106,7 +109,8 @@ def write(
     header += b" " * (-(len(header) + _PREFIX.size) % 8)
     digest = hashlib.blake2b(digest_size=_DIGEST)
     path = os.path.abspath(os.fspath(path))
-    handle, temporary = tempfile.mkstemp(prefix=".agentspec-", dir=os.path.dirname(path))
+    _sweep(os.path.dirname(path))
+    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=os.path.dirname(path))
     try:
         with os.fdopen(handle, "wb") as file:
             for chunk in (_PREFIX.pack(MAGIC, VERSION, len(header)), header, *chunks):
@@ -121,6 +125,18 @@ def write(
         os.unlink(temporary)
         raise
     return written
+
+
+def _sweep(directory: str) -> None:
+    """Remove what processes that were killed while they wrote have left there."""
+    for name in os.listdir(directory):
+        if name.startswith(_TEMPORARY):
+            path = os.path.join(directory, name)
+            try:
+                if time.time() - os.stat(path).st_mtime > _LEFT_AFTER_SECONDS:
+                    os.unlink(path)
+            except OSError:
+                pass  # another process has done it, or it isn't ours to do
 
 
 def read(path: str | os.PathLike[str], fingerprint: str) -> list[SavedMemory]:

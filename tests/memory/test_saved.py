@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,17 @@ def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert os.listdir(tmp_path) == ["a"]
     with pytest.raises(OSError):
         store.save(tmp_path / "no directory" / "a")
+
+
+def test_what_a_killed_process_left_is_removed_later(tmp_path: Path) -> None:
+    for name, age in (("old", 7200), ("new", 60)):
+        path = tmp_path / f".agentspec-memory-{name}"
+        path.write_bytes(b"half of it")
+        os.utime(path, (time.time() - age,) * 2)
+    (tmp_path / "mine").write_bytes(b"")
+    os.utime(tmp_path / "mine", (0, 0))
+    filled().save(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == [".agentspec-memory-new", "a", "mine"]
 
 
 def test_loading_keeps_the_budget(tmp_path: Path) -> None:
