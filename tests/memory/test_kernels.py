@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.memory import kernels
+from tests.sglang.setup_venv import python_path
 
 ROOT = Path(__file__).parents[2]
 USE = (
@@ -23,10 +24,10 @@ USE = (
 )
 
 
-def run(code: str, package: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, package: Path, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "AGENTSPEC_", "PYTHON"))}
     return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        [python, "-W", "error::RuntimeWarning", "-c", code],
         cwd=package,
         env={**kept, **environment},
         capture_output=True,
@@ -191,6 +192,27 @@ def test_another_numba_has_another_directory(monkeypatch: pytest.MonkeyPatch) ->
         assert name() != ours
         monkeypatch.undo()
     kernels._name.cache_clear()
+
+
+@pytest.mark.ci
+def test_two_environments_on_one_checkout_keep_their_own(probe: Path) -> None:
+    """SGLang's environment has a numba of its own, of the same Python: each finds what it compiled itself."""
+    other = python_path()
+    if not other.exists():
+        pytest.skip("no environment with SGLang: python tests/sglang/setup_venv.py")
+
+    def loaded(python: str) -> list[str]:
+        code = "import numba, sys; print(numba.__version__, sys.version_info[:2], end=' ')\n" + PROBE.format(place=0)
+        done = run(code, probe, python=python)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.rsplit(maxsplit=2)
+
+    (ours, first, result), (theirs, second, _) = loaded(sys.executable), loaded(str(other))
+    if ours == theirs:
+        pytest.skip(f"both have numba and Python {ours}")
+    assert result == "12" and first == second == "0"
+    assert loaded(sys.executable) == [ours, "3", "12"]
+    assert loaded(str(other)) == [theirs, "3", "12"]
 
 
 @pytest.mark.fast
