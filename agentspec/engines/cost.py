@@ -1,12 +1,13 @@
 """CostMeter: v(n) of one engine, measured at load, kept on disk, and corrected by the forwards that run.
 
 A machine that does other things at the same time slows some forwards and not others, so a single pass over the widths
-can be wrong by a factor (seen: v(2) = 6.8). So at load widths are interleaved with n = 1 and compared with their
-neighbours; later every verify step counts a little. Widths depend on v(n), texts never. Called by LocalEngine.
+can be wrong by a factor (seen: v(2) = 6.8). So at load widths take turns and the fastest of each counts; later every
+verify step counts a little. Widths depend on v(n), texts never. Called by LocalEngine.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -35,12 +36,12 @@ _REBUILD = 32  # steps between two curves
 def measure(
     run: Callable[[int], None], budget_s: float = 6.0, widths: tuple[int, ...] = WIDTHS
 ) -> tuple[dict[int, float], bool]:
-    """(ms of a forward by width, whether the machine was steady), robust against other load.
+    """(ms of a forward by width, whether that is worth keeping), robust against other load.
 
-    run(n): one forward over n tokens, waited for. Each is compared with the n = 1 forwards right before and after;
-    the middle of the rounds that fit the budget (at least one) counts, never more than n times n = 1; widths that
-    contradict each other (a narrower one that took longer) get their mean. Steady: the middle n = 1 took less than 1.5 times the fastest; what was measured otherwise
-    serves, but isn't worth keeping.
+    run(n): one forward over n tokens, waited for. Widths take turns, as often as the budget allows (at least once), and
+    each one's fastest counts, never more than n times n = 1: other load only ever adds time. Widths that contradict
+    each other (a narrower one that took longer) get their mean. Worth keeping: three rounds at least, in which the
+    middle n = 1 took less than 1.5 times the fastest.
     """
 
     def timed(n: int) -> float:
@@ -51,21 +52,15 @@ def measure(
     for n in widths:  # first runs allocate and pack
         run(n)
     end = time.perf_counter() + budget_s
-    singles: list[float] = [timed(1)]
-    ratios: dict[int, list[float]] = {n: [] for n in widths if n > 1}
-    for _ in range(24):
-        for n in ratios:
-            wide = timed(n)
-            singles.append(timed(1))
-            ratios[n].append(wide / ((singles[-1] + singles[-2]) / 2))
-            if time.perf_counter() > end and all(ratios.values()):
-                break
-        if time.perf_counter() > end and all(ratios.values()):
+    taken: dict[int, list[float]] = {n: [] for n in widths}
+    for n in itertools.islice(itertools.cycle(widths), 48 * len(widths)):
+        if time.perf_counter() > end and all(taken.values()):
             break
-    base = min(singles)
-    found = {n: (statistics.median(seen), 1.0) for n, seen in ratios.items()}
-    times = {n: v * base for n, v in _rising(found).items()}
-    return times, statistics.median(singles) < 1.5 * base
+        taken[n].append(timed(n))
+    base = min(taken[1])
+    curve = _rising({n: (min(seen) / base, 1.0) for n, seen in taken.items() if n > 1})
+    rounds = min(len(seen) for seen in taken.values())
+    return {n: v * base for n, v in curve.items()}, rounds >= 3 and statistics.median(taken[1]) < 1.5 * base
 
 
 def measure_forward(forward: Any, context_length: int, context: int = 256) -> tuple[dict[int, float], bool]:

@@ -450,8 +450,8 @@ class LocalEngine:
         times = cost.stored(path, identity)
         if times is None:
             announce("measuring what a forward over n tokens costs on this machine (a few seconds, once)")
-            times, steady = cost.measure_forward(self.forward, self.context_length)
-            if steady:
+            times, worth_keeping = cost.measure_forward(self.forward, self.context_length)
+            if worth_keeping:
                 cost.store(path, identity, times)
         return CostCurve.measured(times, name="measured")
 

@@ -49,12 +49,12 @@ class Machine:
 def test_v_is_right_whatever_else_runs(monkeypatch: pytest.MonkeyPatch, load: str, seed: int) -> None:
     machine = Machine(load, seed)
     monkeypatch.setattr(cost.time, "perf_counter", machine.perf_counter)
-    times, steady = cost.measure(machine.run)
+    times, worth_keeping = cost.measure(machine.run)
     found = {n: ms / times[1] for n, ms in times.items()}
     for n, v in TRUE.items():
-        assert found[n] == pytest.approx(v, rel=0.01 if load == "none" else 0.35)
+        assert found[n] == pytest.approx(v, rel=0.01 if load == "none" else 0.1)
     assert machine.now < 10, "longer than ten seconds"
-    assert steady or load != "none"
+    assert worth_keeping or load != "none"
 
 
 def test_a_single_slow_run_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,10 @@ def test_one_disturbed_width_does_not_lift_the_wider_ones(monkeypatch: pytest.Mo
 def test_a_slow_model_is_measured_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("none")
     monkeypatch.setattr(cost.time, "perf_counter", machine.perf_counter)
-    times, _ = cost.measure(machine.run, budget_s=0.01)
+    times, worth_keeping = cost.measure(machine.run, budget_s=0.01)
     assert set(times) == set(TRUE)
-    assert machine.runs <= 6 + 11
+    assert not worth_keeping
+    assert machine.runs <= 6 + 6
 
 
 def test_a_wrong_measurement_is_corrected_by_what_runs() -> None:
