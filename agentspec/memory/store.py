@@ -318,6 +318,8 @@ class MemoryStore:
         """A memory was used or grew: note its size, and make room if the budget is exceeded."""
         size = memory.nbytes
         with self.lock:
+            if memory.on_growth is None:
+                return  # dropped while its thread was on the way here
             key = self._key_of(memory, size)
             self._note(key, size)
             self._memories.move_to_end(key)

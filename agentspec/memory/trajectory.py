@@ -50,7 +50,7 @@ DEFAULT_MAX_TOKENS = 4 * 2**20
 SMALLEST_MEMORY = 1024  # tokens
 # What a memory costs before it holds a token, and an open call besides its arrays: measured by
 # benchmarks/memory.py.
-_EMPTY_BYTES = 2000
+_EMPTY_BYTES = 2300
 _OPEN_BYTES = 2048
 _HELD_ENTRY_BYTES = 80  # the two numbers of an entry of _held, besides the dict
 _PIECES_BYTES = 300  # an entry of _pieces, besides the numbers in its array

@@ -321,6 +321,18 @@ def test_what_a_dropped_namespace_shared_is_not_held_again() -> None:
     store.check()
 
 
+def test_a_call_that_is_about_to_tell_of_its_growth_brings_nothing_back() -> None:
+    store = MemoryStore()
+    with store.use("a", "n") as memory:
+        tell = memory.on_growth
+        assert tell is not None
+        store.forget_namespace("n")
+        tell(memory)  # as a thread does that had read it before
+        call(memory, [1, 2, 3], [4, 5])
+        assert len(store) == 0 and store.namespaces == () and store.nbytes == 0
+    store.check()
+
+
 def test_a_pin_of_a_forgotten_memory_is_not_the_new_ones() -> None:
     store = MemoryStore(MIB)
     with store.use("a") as old:
