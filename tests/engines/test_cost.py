@@ -209,6 +209,16 @@ def test_whatever_the_file_holds_it_heals(content: bytes, tmp_path_factory: Any)
     _heals(path)
 
 
+@pytest.mark.parametrize("load", ["none", "spikes", "phases"])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_measured_is_found_again(monkeypatch: Any, tmp_path: Path, load: str, seed: int) -> None:
+    machine = Machine(load, seed)
+    monkeypatch.setattr(cost.time, "perf_counter", machine.perf_counter)
+    times, _ = cost.measure(machine.run, budget_s=0.5)
+    cost.store(tmp_path / "curves.json", IDENTITY, times)
+    assert cost.stored(tmp_path / "curves.json", IDENTITY) == times
+
+
 def test_others_entries_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
     cost.store(path, {"model": "other"}, {1: 5.0, 4: 9.0})
