@@ -327,7 +327,7 @@ def replay(
                 else:
                     limits = policy.limits(remaining, 1, tree)
                 if price is not None:
-                    limits = replace(limits, price=price * np.arange(limits.max_tokens + 1, dtype=np.float64))
+                    limits = replace(limits, price=price * np.arange(limits.max_tokens + 1.0), cost=None)
                 before = time.perf_counter()
                 draft = proposer.propose(context, limits)
                 spent.append(time.perf_counter() - before)

@@ -16,6 +16,7 @@ what was wrong. May import numpy, memory and drafting; no torch, no pytest.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ _LIMITS = (
     DraftLimits(0, 0, True, np.zeros(1)),
     DraftLimits(16, 0, True, np.zeros(17)),
     DraftLimits(16, 16, True, np.linspace(0.0, 0.8, 17)),
+    DraftLimits(16, 16, True, np.linspace(0.0, 0.8, 17), np.linspace(1.0, 1.8, 17)),
     DraftLimits(16, 16, True, np.concatenate([[0.0], np.full(16, 1e9)])),
 )
 
@@ -143,7 +145,7 @@ def _drive(proposer: Proposer, vocabulary: int, deferred: bool) -> list[list[int
             while at < len(output):
                 limits = _LIMITS[len(drafts) % len(_LIMITS)]
                 left = len(output) - at - 1
-                limits = DraftLimits(limits.max_tokens, min(limits.max_depth, left), limits.tree, limits.price)
+                limits = replace(limits, max_depth=min(limits.max_depth, left))
                 draft = _checked(proposer, context, limits, vocabulary)
                 if deferred:
                     proposer.learn(context)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.drafting.policy import NO_COST, widest
 from agentspec.memory.kernels import kernel
 
 __all__ = ["AcceptanceTable", "judge", "widest_paying"]
@@ -47,30 +48,30 @@ class AcceptanceTable:
     def chain(self, agreement: int, source: int, count: int) -> NDArray[np.float32]:
         """float32[count]: the path probability of each of `count` copied tokens that follow `agreement` tokens."""
         paths = np.empty(count, np.float32)
-        widest_paying(self.cells, agreement, source, count, np.full(count + 1, -np.inf), paths)
+        widest_paying(self.cells, agreement, source, count, np.zeros(count + 1), NO_COST, paths)
         return paths
 
 
-@kernel("int64(float64[:, :, ::1], int64, int64, int64, float64[::1], float32[::1])")
-def widest_paying(cells: Any, agreement: Any, source: Any, count: Any, price: Any, paths: Any) -> Any:
+@kernel("int64(float64[:, :, ::1], int64, int64, int64, float64[::1], float64[::1], float32[::1])")
+def widest_paying(
+    cells: Any, agreement: Any, source: Any, count: Any, price: Any, cost: Any, paths: Any
+) -> Any:  # fmt: skip
     """The length of the copied chain, at most `count`, that gains most; the shortest of equals, 0 for none.
 
-    The copy has agreed in `agreement` tokens. paths[count] is filled with its path probabilities; a chain of n
-    gains sum(paths[:n]) - price[n].
+    The copy has agreed in `agreement` tokens. paths[count] is filled with its path probabilities. price, cost: as in
+    DraftLimits, cost empty where the price stands.
     """
     path = 1.0
-    gain = 0.0
-    best_gain = 0.0
-    best = 0
+    gains = np.zeros(count + 1)
+    ratio = 1.0 / cost[0] if len(cost) > 0 else 0.0
     for n in range(count):
         bucket = _BUCKETS[min(agreement + n, _FAR)]
         path *= cells[0, source, bucket] / cells[1, source, bucket]
         paths[n] = path
-        gain += path
-        if gain - price[n + 1] > best_gain:
-            best_gain = gain - price[n + 1]
-            best = n + 1
-    return best
+        gains[n + 1] = gains[n] + path
+        if len(cost) > 0:
+            ratio = max(ratio, (1.0 + gains[n + 1]) / cost[n + 1])
+    return widest(gains, count, price, cost, ratio)
 
 
 @kernel("void(float64[:, :, ::1], int64, int64, int32[::1], int32[::1])")

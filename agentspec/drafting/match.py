@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.drafting.acceptance import AcceptanceTable, judge, widest_paying
+from agentspec.drafting.policy import NO_COST
 from agentspec.drafting.proposer import Draft, DraftLimits
 from agentspec.errors import InvalidRequestError
 from agentspec.memory import Context, Copied
@@ -56,7 +57,8 @@ class MatchProposer:
         if count <= 0:
             return Draft.empty()
         paths = np.empty(count, np.float32)
-        width = widest_paying(self.acceptance.cells, agreement, source, count, limits.price, paths)
+        cost = NO_COST if limits.cost is None else limits.cost
+        width = widest_paying(self.acceptance.cells, agreement, source, count, limits.price, cost, paths)
         if width == 0:
             return Draft.empty()
         return Draft(tokens[:width], self._parents[:width].copy(), paths[:width], np.full(width, source, np.int8))

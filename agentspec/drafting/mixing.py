@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.drafting.contexts import CONTEXTS, HISTORY, NAMES, ORDERS, ROLE, STATE, advance, hashes, recent
+from agentspec.drafting.policy import due, widest
 from agentspec.drafting.tables import (
     K1,
     M32,
@@ -43,6 +44,7 @@ __all__ = [
     "PAIRS",
     "PAIR_NAMES",
     "absorb",
+    "contexts",
     "ingest",
     "learn",
     "propose",
@@ -417,21 +419,25 @@ def ingest(own: Any, tokens: Any, start: Any, end: Any, kind: Any, mask: Any, st
         advance(state, token, classes)
 
 
-@kernel("void(uint32[::1], int32[::1], int64[::1], uint8[::1])")
-def absorb(table: Any, tokens: Any, state: Any, classes: Any) -> Any:
-    """Fill the language table from a text."""
+@kernel("void(int32[::1], uint32[::1], uint8[::1], int64[:, ::1])")
+def contexts(tokens: Any, table: Any, classes: Any, out: Any) -> Any:
+    """out[n, LANGUAGE]: the hashes of the contexts before each of tokens[n] that the language table has; negative:
+    none."""
     history = np.empty(HISTORY, np.int64)
     hashed = np.empty(CONTEXTS, np.int64)
+    state = np.zeros(STATE, np.int64)
     for i in range(len(tokens)):
-        token = int(tokens[i])
-        if token < 0:
-            continue
         recent(tokens, i, history)
         hashes(history, state, 0, table, classes, hashed)
         for k in range(LANGUAGE):
-            if hashed[k] >= 0:
-                insert(table, hashed[k], token, 0, 0, False)
-        table[2] = int(table[2]) + 1
+            out[i, k] = hashed[k]
+
+
+@kernel("void(uint32[::1], int64[::1], int64[::1])")
+def absorb(table: Any, hashed: Any, tokens: Any) -> Any:
+    """Fill the language table: the context with hash hashed[i] was followed by tokens[i], for each i in turn."""
+    for i in range(len(tokens)):
+        insert(table, hashed[i], tokens[i], 0, 0, False)
 
 
 @kernel("void(uint32[::1], int32[::1], uint32[:, ::1], int64, int64, int64)")
@@ -515,18 +521,19 @@ def learn(
 @kernel(
     "int64(uint32[::1], uint32[::1], uint32[::1], float32[::1], float32[::1], int64,"
     " int32[::1], int64, int64, int64[::1],"
-    " uint8[::1], int64, int64, boolean, float64[::1], int32[:, ::1], float64[::1])"
+    " uint8[::1], int64, int64, boolean, float64[::1], float64[::1], int32[:, ::1], float64[::1])"
 )
 def propose(
     own: Any, shared: Any, language: Any, weights: Any, lexical: Any, mask: Any, tokens: Any,
     prompt_length: Any, size: Any,
-    state: Any, classes: Any, most: Any, deepest: Any, tree: Any, price: Any, nodes: Any, paths: Any,
+    state: Any, classes: Any, most: Any, deepest: Any, tree: Any, price: Any, cost: Any, nodes: Any, paths: Any,
 ) -> Any:  # fmt: skip
     """The best draft of at most `most` nodes: nodes[TREE, >= most], paths[>= most] path probabilities; how
     many.
 
     Best-first by path probability, so the first n nodes are the best tree of n (but for what LAZY leaves out); n maximises
-    sum(paths[:n]) - price[n]. It stops when not even certain children could change that."""
+    sum(paths[:n]) - due(n) (policy.py; price and cost as in DraftLimits, cost empty where the price stands). It stops
+    when not even certain children could change that."""
     most = min(most, MAX_NODES)
     history = np.empty(HISTORY, np.int64)
     hashed = np.empty(CONTEXTS, np.int64)
@@ -546,7 +553,8 @@ def propose(
     here = np.empty(STATE, np.int64)
     n = 0
     node = -1
-    gain = 0.0
+    gains = np.zeros(MAX_NODES + 1, np.float64)
+    ratio = 1.0 / cost[0] if len(cost) > 0 else 0.0
     best_gain = 0.0
     best = 0
     while most > 0:
@@ -620,7 +628,7 @@ def propose(
         p = chance[0]
         pays = False
         for m in range(n + 1, most + 1):
-            if gain + (m - n) * p - price[m] > best_gain:
+            if gains[n] + (m - n) * p - due(price, cost, ratio, m) > best_gain:
                 pays = True
                 break
         if not pays:
@@ -649,10 +657,16 @@ def propose(
                 child[k, x] = child[k + 1, x]
         node = n
         n += 1
-        gain += p
-        if gain - price[n] > best_gain:
-            best_gain = gain - price[n]
-            best = n
+        gains[n] = gains[n - 1] + p
+        if len(cost) > 0 and 1.0 + gains[n] > ratio * cost[n]:
+            ratio = (1.0 + gains[n]) / cost[n]
+            best = widest(gains, n, price, cost, ratio)
+            best_gain = gains[best] - due(price, cost, ratio, best)
+        else:
+            gain = gains[n] - due(price, cost, ratio, n)
+            if gain > best_gain:
+                best_gain = gain
+                best = n
         if n >= most:
             break
     return best

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from agentspec.drafting import mixing
 from agentspec.drafting.contexts import CONTEXTS, STATE
 from agentspec.drafting.mixing import FEATURES, LEXICAL, MAX_NODES, PAIRS, PRESENT, STRIDE
+from agentspec.drafting.policy import NO_COST
 from agentspec.drafting.proposer import Draft, DraftLimits
 from agentspec.drafting.tables import UInt32, new_table
 from agentspec.drafting.vocabulary import Vocabulary
@@ -277,7 +278,8 @@ class MixtureProposer:
             ledger.weights,
             ledger.lexical, self.pairs, buffer, context.prompt_length, len(buffer), call.state,
             self.vocabulary.classes, most,
-            limits.max_depth, limits.tree, limits.price, call.nodes, call.paths,
+            limits.max_depth, limits.tree, limits.price, NO_COST if limits.cost is None else limits.cost,
+            call.nodes, call.paths,
         )  # fmt: skip
         call.drafted = n
         if n == 0:

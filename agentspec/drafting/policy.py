@@ -4,24 +4,32 @@ The width n of a step maximises
 
     1 + A(n) - lambda * (v(n + 1) + c)          over all n, 0 included,
 
-A(n) the expected accepted tokens of the best n-node draft, c the proposer's cost, lambda the run's tokens per
-unit of cost so far. Maximising tokens per time over a run is a fractional program; this is Dinkelbach's
-parametric step (1967), with lambda its running estimate. May import numpy and economics.
+A(n) the expected accepted tokens of the best n-node draft, c the proposer's cost, lambda the tokens per unit of cost
+that text like this gives. Maximising tokens per time over a run is a fractional program; this is Dinkelbach's
+parametric step (1967). Were all steps alike, lambda would be the run's tokens per unit of cost. They aren't: what is
+hard to guess comes in stretches, and a token there is worth more, as it saves a step that would bring little. So lambda
+is (1 - LOCAL) of the run's running rate and LOCAL of this very draft's best ratio (1 + A(n)) / (v(n + 1) + c).
+May import numpy, memory's kernel decorator, economics and proposer.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from agentspec.drafting.economics import CostCurve
 from agentspec.drafting.proposer import DraftLimits
 from agentspec.errors import InvalidRequestError
+from agentspec.memory.kernels import kernel
 
-__all__ = ["WidthPolicy"]
+__all__ = ["LOCAL", "NO_COST", "WidthPolicy", "due", "widest"]
 
-# Weight of the newest step in lambda's running mean: about the last 32 steps count. Long enough that one
+# Weight of the newest step in the run's rate: about the last 32 steps count. Long enough that one
 # lucky draft doesn't make the next ones timid, short enough to follow a change of text within a call.
 SMOOTHING = 1.0 / 32.0
+LOCAL = 0.7  # of lambda is this draft's own ratio; 0.5 to 0.8 are alike (docs/drafting.md)
+NO_COST = np.zeros(0)  # for kernels, where DraftLimits.cost is None
 
 
 class WidthPolicy:
@@ -47,7 +55,7 @@ class WidthPolicy:
 
     @property
     def rate(self) -> float:
-        """lambda: tokens per unit of cost, smoothed; 1 is what plain decoding gives."""
+        """The run's tokens per unit of cost, smoothed; 1 is what plain decoding gives."""
         return self._tokens / self._cost
 
     def use_curve(self, curve: CostCurve) -> None:
@@ -62,8 +70,9 @@ class WidthPolicy:
             self._batch = batch_size
             self._table = self.curve.at_batch(batch_size).table(self.max_draft)
         nodes = max(0, self.max_draft if tree else min(self.max_draft, remaining - 1))
-        price = self.rate * (self._table[1 : nodes + 2] - self._table[1])
-        return DraftLimits(nodes, max(0, min(nodes, remaining - 1)), tree, price)
+        table = self._table[1 : nodes + 2]
+        price = self.rate * (table - table[0])
+        return DraftLimits(nodes, max(0, min(nodes, remaining - 1)), tree, price, table + self.proposer_cost)
 
     def cost(self, proposed: int) -> float:
         """What a step with `proposed` draft tokens costs: v(proposed + 1) + c."""
@@ -76,10 +85,23 @@ class WidthPolicy:
         self._cost += SMOOTHING * (self.cost(proposed) - self._cost)
 
 
-def best_width(path_probabilities: np.ndarray, price: np.ndarray) -> int:
-    """The n that maximises sum(path_probabilities[:n]) - price[n]; the smallest of equals.
+@kernel("float64(float64[::1], float64[::1], float64, int64)")
+def due(price: Any, cost: Any, ratio: Any, n: Any) -> Any:
+    """What a draft of n nodes has to bring. price, cost: as in DraftLimits, cost empty where the price stands; ratio:
+    the best (1 + A(m)) / cost[m]."""
+    if len(cost) == 0:
+        return price[n]
+    return (1.0 - LOCAL) * price[n] + LOCAL * ratio * (cost[n] - cost[0])
 
-    path_probabilities: float[m], price: float[>= m + 1] with price[0] = 0.
-    """
-    gains = np.concatenate([[0.0], np.cumsum(path_probabilities, dtype=np.float64)])
-    return int(np.argmax(gains - price[: len(gains)]))
+
+@kernel("int64(float64[::1], int64, float64[::1], float64[::1], float64)")
+def widest(gains: Any, most: Any, price: Any, cost: Any, ratio: Any) -> Any:
+    """The n <= most that maximises gains[n] - due(n), the smallest of equals; gains[n] = A(n), gains[0] = 0."""
+    best = 0
+    best_gain = 0.0
+    for n in range(1, most + 1):
+        gain = gains[n] - due(price, cost, ratio, n)
+        if gain > best_gain:
+            best_gain = gain
+            best = n
+    return best

@@ -42,12 +42,16 @@ class DraftLimits:
     tree:       False: only a chain can be verified
     price:      float64[max_tokens + 1], price[n] = lambda * (v(n + 1) - v(1)): expected accepted tokens that a draft
                 of n nodes has to bring to pay; price[0] = 0
+    cost:       float64[max_tokens + 1], cost[n] = v(n + 1) + c, what a step with n nodes costs, in plain steps: with
+                it a proposer that knows its odds mixes what this very draft may gain into lambda (policy.py); None: the
+                price stands
     """
 
     max_tokens: int
     max_depth: int
     tree: bool
     price: NDArray[np.float64]
+    cost: NDArray[np.float64] | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -43,6 +43,7 @@ FOLLOW = HEADER + SEEN
 OFFSET = FOLLOW + 2 * SEEN
 TOTAL_BOUND = 126
 COUNT_BOUND = 62
+SUCCESSORS = 3 + 15  # that an entry holds at most
 _SMALLEST = 256 * 1024
 
 

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.drafting.contexts import CONTINUATION, DIGIT, NEWLINE, PUNCTUATION, SPACE, SPECIAL, STATE, WORD
-from agentspec.drafting.mixing import absorb
-from agentspec.drafting.tables import MAX_TOKEN, UInt32, new_table
+from agentspec.drafting.contexts import CONTINUATION, DIGIT, NEWLINE, PUNCTUATION, SPACE, SPECIAL, WORD
+from agentspec.drafting.mixing import LANGUAGE, absorb, contexts
+from agentspec.drafting.tables import COUNT_BOUND, MAX_TOKEN, SUCCESSORS, UInt32, new_table
 from agentspec.errors import InvalidRequestError
 
 __all__ = ["Vocabulary", "token_class"]
 
 LANGUAGE_BYTES = 10 * 2**20
 _PIECE = 1 << 16  # characters encoded at a time
+_MOST = 110  # occurrences of a context that the language table is told of, lest its counts be halved
 
 
 def token_class(text: str) -> int:
@@ -123,10 +124,34 @@ def language_text() -> str:
 
 
 def _language(tokenizer: Any, classes: NDArray[np.uint8]) -> UInt32:
-    table = new_table(LANGUAGE_BYTES)
-    state = np.zeros(STATE, np.int64)
+    """What followed each context, the most frequent first, and the most frequent contexts where room is short: a table
+    that is written once has no use for the latest."""
     text = language_text()
-    for start in range(0, len(text), _PIECE):
-        ids = tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
-        absorb(table, np.asarray(ids, dtype=np.int32), state, classes)
+    pieces = [
+        tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
+        for start in range(0, len(text), _PIECE)
+    ]  # fmt: skip
+    ids = np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces])
+    table = new_table(LANGUAGE_BYTES)
+    hashed = np.empty((len(ids), LANGUAGE), np.int64)
+    contexts(ids, table, classes, hashed)
+    for k in range(LANGUAGE):
+        absorb(table, *_rising(hashed[:, k], ids.astype(np.int64)))
+    table[2] = len(ids)
     return table
+
+
+def _rising(hashed: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The pairs of a context and its successor in the order in which they are to be inserted, each as often as its share
+    says: what comes last stands first in the table, and pushes out what came before."""
+    known = hashed >= 0
+    pairs, count = np.unique((hashed[known] << 20) | tokens[known], return_counts=True)
+    order = np.lexsort((-count, pairs >> 20))
+    context, token, count = pairs[order] >> 20, pairs[order] & MAX_TOKEN, count[order]
+    _, start, successors = np.unique(context, return_index=True, return_counts=True)
+    rank = np.arange(len(context)) - np.repeat(start, successors)
+    total = np.repeat(np.add.reduceat(count, start), successors)
+    share = np.where(total > _MOST, (count * _MOST + total // 2) // total, count)
+    share = np.clip(share, rank < SUCCESSORS, COUNT_BOUND)
+    order = np.lexsort((-rank, context, total))
+    return np.repeat(context[order], share[order]), np.repeat(token[order], share[order])

@@ -7,6 +7,7 @@ import pytest
 
 from agentspec.drafting import DraftLimits, MatchProposer
 from agentspec.drafting.acceptance import AcceptanceTable, judge, widest_paying
+from agentspec.drafting.policy import LOCAL, NO_COST
 from agentspec.memory import TrajectoryMemory
 from agentspec.testing import scripted_calls
 
@@ -60,10 +61,15 @@ def test_the_width_is_the_shortest_that_gains_most() -> None:
         agreement, source = int(random.integers(1, 40)), int(random.integers(0, 8))
         price = np.concatenate([[0.0], np.cumsum(random.uniform(-0.05, 0.9, count))])
         paths = np.empty(count, np.float32)
-        width = widest_paying(table.cells, agreement, source, count, price, paths)
-        gains = np.concatenate([[0.0], np.cumsum(table.chain(agreement, source, count), dtype=np.float64)]) - price
-        assert gains[width] == pytest.approx(max(gains.max(), 0.0), abs=1e-6)
+        width = widest_paying(table.cells, agreement, source, count, price, NO_COST, paths)
+        gains = np.concatenate([[0.0], np.cumsum(table.chain(agreement, source, count), dtype=np.float64)])
+        assert (gains - price)[width] == pytest.approx(max((gains - price).max(), 0.0), abs=1e-6)
         assert np.all(np.diff(paths) <= 0.0)
+        cost = 1.1 + np.concatenate([[0.0], np.cumsum(random.uniform(0.0, 0.9, count))])
+        price = 1.5 * (cost - cost[0])
+        width = widest_paying(table.cells, agreement, source, count, price, cost, paths)
+        gains -= (1.0 - LOCAL) * price + LOCAL * ((1.0 + gains) / cost).max() * (cost - cost[0])
+        assert gains[width] == pytest.approx(gains.max(), abs=1e-6)
 
 
 def test_odds_follow_what_came() -> None:

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.drafting import DraftLimits, mixing, tables
+from agentspec.drafting import CostCurve, DraftLimits, WidthPolicy, mixing, tables
 from agentspec.drafting.contexts import CONTEXTS, STATE
+from agentspec.drafting.mixing import LANGUAGE
 from agentspec.drafting.mixture import MixtureProposer, Prior
-from agentspec.drafting.vocabulary import Vocabulary, token_class
+from agentspec.drafting.policy import LOCAL
+from agentspec.drafting.vocabulary import _PIECE, Vocabulary, language_text, token_class
 from agentspec.errors import InvalidRequestError
 from agentspec.memory import Source, Span, TrajectoryMemory
+from agentspec.replay import CURVES
 from agentspec.testing import accept, scripted_calls
 
 pytestmark = pytest.mark.fast
@@ -201,6 +204,43 @@ def test_a_price_with_a_jump_is_looked_past() -> None:
     assert len(proposer.propose(context, DraftLimits(16, 16, True, jump))) > 2
 
 
+def rule(paths: np.ndarray, price: np.ndarray, cost: np.ndarray, seen: int) -> int:
+    """The width rule as policy.py says it, over the nodes that were looked at."""
+    gains = np.concatenate([[0.0], np.cumsum(paths[:seen], dtype=np.float64)])
+    price, cost = price[: len(gains)], cost[: len(gains)]
+    due = (1.0 - LOCAL) * price + LOCAL * ((1.0 + gains) / cost).max() * (cost - cost[0])
+    return int(np.argmax(gains - due))
+
+
+@pytest.mark.parametrize("curve", [CURVES["gpu"], CURVES["cpu"], CostCurve.linear(0.2)], ids=["gpu", "cpu", "steep"])
+def test_widths_follow_the_rule(curve: CostCurve) -> None:
+    """At every step the width is the best, by the run's rate and by what this draft may gain itself."""
+    memory = TrajectoryMemory("t")
+    proposer, policy = MixtureProposer(**SMALL), WidthPolicy(curve, 16, proposer_cost=0.02)
+    widths = set()
+    for prompt, spans, output in scripted_calls(7):
+        context = memory.extend(prompt, spans)
+        proposer.begin(context)
+        at = 0
+        while at < len(output):
+            limits = policy.limits(1000, tree=True)
+            assert limits.cost is not None
+            whole = proposer.propose(context, TREE)
+            draft = proposer.propose(context, limits)
+            rules = [rule(whole.probabilities, limits.price, limits.cost, k) for k in range(len(draft), 17)]
+            assert len(draft) in rules  # the tree is grown until nothing can pay any more
+            assert draft.tokens.tolist() == whole.tokens[: len(draft)].tolist()
+            widths.add(len(draft))
+            emitted = output[at : at + accept(draft, output[at:]) + 1]
+            policy.record(len(emitted), len(draft))
+            memory.append(context, emitted)
+            proposer.observe(context, emitted)
+            at += len(emitted)
+        proposer.end(context)
+        memory.close(context)
+    assert len(widths) > 2
+
+
 def test_namespaces_do_not_leak() -> None:
     """What one namespace's trajectories wrote is drafted there and nowhere else."""
     proposer = MixtureProposer(**SMALL)
@@ -321,6 +361,25 @@ def test_vocabulary() -> None:
     assert vocabulary.classes.tolist() == [5, 1, 0, 2, 2, 3, 4, 12, 11]
     assert vocabulary.language[2] > 10_000
     assert len(Vocabulary.of(None).classes) == 0
+
+
+def test_general_text_is_held_by_frequency() -> None:
+    """The successors of each single token, the most frequent first; counts say their share."""
+    tokenizer = _Tokenizer()
+    vocabulary = Vocabulary.of(tokenizer)
+    pieces = [language_text()[a : a + _PIECE] for a in range(0, len(language_text()), _PIECE)]
+    ids = np.array([i for piece in pieces for i in tokenizer.encode(piece)])
+    hashed = np.zeros((3, LANGUAGE), np.int64)
+    for token in (1, 3, 5, 7):
+        ends = np.array([0, token, 0], np.int32)
+        mixing.contexts(ends, vocabulary.language, vocabulary.classes, hashed)
+        held = successors(vocabulary.language, int(hashed[2, 0]))
+        followed = np.bincount(ids[1:][ids[:-1] == token], minlength=len(tokenizer.texts))
+        assert next(iter(held)) == int(followed.argmax())
+        counts = [held[t] for t in sorted(held, key=lambda t: -followed[t])]
+        assert counts == sorted(counts, reverse=True)
+        assert held.keys() == set(np.flatnonzero(followed).tolist())
+        assert max(held.values()) <= tables.COUNT_BOUND
 
 
 def test_states_follow_tokens() -> None:

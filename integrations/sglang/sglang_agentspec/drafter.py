@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.drafting import CostCurve, Draft, DraftLimits, Proposer, WidthPolicy, make_proposer
+from agentspec.drafting.policy import widest
 from agentspec.errors import AgentSpecError
 from agentspec.memory import Context, TrajectoryMemory
 from sglang_agentspec.requests import RequestSettings
@@ -112,7 +113,7 @@ class Drafter:
         self.curve = padded_curve(curve, self.widths)
         self._raw_curve = curve
         self._costs: dict[int, float] = {}
-        self._counts = np.arange(1.0, widest)
+        self._counts = np.arange(0.0, widest)
         self._tokenizer = tokenizer
         self.proposer = self._make_proposer()
         self.book = TrajectoryBook(int(settings.memory_mb * 1e6))
@@ -294,9 +295,9 @@ class Drafter:
     def _hopeless(self, limits: DraftLimits) -> bool:
         """Whether no draft could pay, were all of it accepted: n tokens are worth n at most."""
         most = limits.max_tokens
-        if most == 0 or limits.price[1] < 1.0:
+        if most == 0 or limits.cost is None or limits.price[1] < 1.0:
             return False
-        return not bool((limits.price[1 : most + 1] < self._counts[:most]).any())
+        return widest(self._counts[: most + 1], most, limits.price, limits.cost, 1.0 / limits.cost[0]) == 0
 
     def _report(self, fault: str) -> None:
         self._refused += 1
