@@ -293,18 +293,21 @@ def parts() -> dict[str, Callable[[Any], MixtureProposer]]:
 
 
 def ablation(data: Data, words: list[str]) -> None:
-    print(f"{'without':34}{'all':>7}{'macro':>7}{'lost, all':>11}{'macro':>8}")
-    base: tuple[float, float] | None = None
+    head = "".join(f"{'all':>9}{'macro':>7}{'lost, all':>11}{'macro':>8}" for _ in (True, False))
+    print(f"{'without':34}{head}\n{'':34}{'(with earlier trajectories)':35}{'(alone)':35}")
+    base: dict[bool, tuple[float, float]] = {}
     for name, make in parts().items():
-        if base is not None and words and not any(word in name for word in words):
+        if base and words and not any(word in name for word in words):
             continue
-        report = data.replay(lambda _, make=make: make(data.encoder.tokenizer), fixed=True)  # type: ignore[misc]
-        now = report.totals()["tokens_per_step"], report.macro
-        base = base or now
-        print(
-            f"{name:34}{now[0]:7.3f}{now[1]:7.3f}{100 * (1 - now[0] / base[0]):10.2f}%{100 * (1 - now[1] / base[1]):7.2f}%",
-            flush=True,
-        )
+        print(f"{name:34}", end="", flush=True)
+        for shared in (True, False):
+            report = data.replay(
+                lambda _, make=make: make(data.encoder.tokenizer), fixed=True, shared=shared
+            )  # type: ignore[misc]  # fmt: skip
+            now = report.totals()["tokens_per_step"], report.macro
+            lost = [100 * (1 - new / old) for new, old in zip(now, base.setdefault(shared, now), strict=True)]
+            print(f"{now[0]:9.3f}{now[1]:7.3f}{lost[0]:10.2f}%{lost[1]:7.2f}%", end="", flush=True)
+        print(flush=True)
 
 
 def main() -> None:

@@ -2,16 +2,15 @@
 
 Called by the mixture's kernels. May import numpy, tables and memory's kernel decorator.
 
-a, b, c, d, e are the last tokens, a the latest.
+a, b, c, d are the last tokens, a the latest.
 
      0..4   the last 1, 2, 3, 8, 16 tokens
-     5      b c                      6   b c d e
-     7      the line's first token, a
-     8      a and what followed it the last two times
-     9      the last three punctuation, newline or special tokens, a
-    10      the last two of them, and the classes of a and b
-    11      the role of the last input, how far into the output we are
-    12      b d and the class of a
+     5      the line's first token, a
+     6      a and what followed it the last two times
+     7      the last three punctuation, newline or special tokens, a
+     8      the last two of them, and the classes of a and b
+     9      the role of the last input, how far into the output we are
+    10      b d and the class of a
 
 The state of a call (int64[STATE]) carries what is not in the last tokens: 0 the line's first token, 1..3 the
 last punctuation tokens, 4 whether a new line begins, 5 the last four top guesses' hits (bits), 6 the role."""
@@ -26,11 +25,11 @@ from agentspec.memory.kernels import kernel
 __all__ = ["CONTEXTS", "HISTORY", "NAMES", "ORDERS", "ROLE", "STATE", "advance", "hashes", "recent"]
 
 NAMES = (
-    "1", "2", "3", "8", "16", "-2-3", "-2..-5", "line", "indirect", "punct3", "punct2", "role", "-2-4",
+    "1", "2", "3", "8", "16", "line", "indirect", "punct3", "punct2", "role", "-2-4",
 )  # fmt: skip
 CONTEXTS = len(NAMES)
 ORDERS = 5  # the first ORDERS contexts are the last k tokens, by rising k
-ROLE = 11  # the context that means nothing in input
+ROLE = 9  # the context that means nothing in input
 HISTORY = 16
 STATE = 8
 NO_CONTEXT = -1
@@ -95,20 +94,16 @@ def hashes(history: Any, state: Any, output_length: Any, own: Any, classes: Any,
         k += 1
     a = history[0]
     b = history[1]
-    c = history[2]
     d = history[3]
-    e = history[4]
-    out[5] = mix(mix(5, b), c)
-    out[6] = mix(mix(mix(mix(6, b), c), d), e)
-    out[7] = mix(mix(7, state[0]), a)
+    out[5] = mix(mix(5, state[0]), a)
     slot = follow_slot(a)
-    out[8] = mix(mix(mix(8, a), int(own[slot]) & M32), int(own[slot + 1]) & M32)
-    out[9] = mix(mix(mix(mix(9, state[1]), state[2]), state[3]), a)
+    out[6] = mix(mix(mix(6, a), int(own[slot]) & M32), int(own[slot + 1]) & M32)
+    out[7] = mix(mix(mix(mix(7, state[1]), state[2]), state[3]), a)
     class_a = class_of(classes, a) & 7
     class_b = class_of(classes, b) & 7
-    out[10] = mix(mix(mix(mix(10, state[1]), state[2]), class_a), class_b)
+    out[8] = mix(mix(mix(mix(8, state[1]), state[2]), class_a), class_b)
     far = output_length
     if far > 8:
         far = 8 + log2_floor(output_length >> 2)
-    out[11] = mix(mix(11, state[6]), far)
-    out[12] = mix(mix(mix(12, b), d), class_a)
+    out[ROLE] = mix(mix(ROLE, state[6]), far)
+    out[10] = mix(mix(mix(10, b), d), class_a)

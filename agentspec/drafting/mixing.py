@@ -51,7 +51,7 @@ __all__ = [
     "publish",
 ]
 
-LANGUAGE = 3  # the first so many contexts are in the language table
+LANGUAGE = 2  # the first so many contexts are in the language table
 PAIRS = 2 * CONTEXTS + LANGUAGE
 PAIR_NAMES = tuple(
     [f"own {n}" for n in NAMES] + [f"shared {n}" for n in NAMES] + [f"language {n}" for n in NAMES[:LANGUAGE]]

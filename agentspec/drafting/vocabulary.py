@@ -6,6 +6,7 @@ anything with `get_vocab()`, `decode(ids)`, `encode(text)`, and `all_special_ids
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import threading
 import weakref
@@ -46,7 +47,7 @@ class Vocabulary:
     classes:  uint8[V], contexts.py's classes; empty where no tokenizer is known (all tokens are alike then)
     language: the language table; one that holds nothing where no tokenizer is known
 
-    Making one decodes the vocabulary and encodes the standard library's text: some two seconds, once a
+    Making one decodes the vocabulary and encodes the standard library's text: some three seconds, once a
     tokenizer and process.
     """
 
@@ -96,24 +97,26 @@ def _classes(tokenizer: Any) -> NDArray[np.uint8]:
     )
 
 
-# What the language table is filled from: the running Python's own standard library. It teaches what English prose,
-# code and punctuation look like in the target's tokens, so that a trajectory's first outputs find something.
+# What the language table is filled from besides the modules at the top of the running Python's own standard library. It
+# teaches what English prose, code and punctuation look like in the target's tokens, so that a trajectory's first outputs
+# find something.
 _MODULES = (
-    "argparse.py", "subprocess.py", "pathlib.py", "logging/__init__.py", "json/__init__.py", "json/decoder.py",
-    "unittest/case.py", "sqlite3/dump.py", "shutil.py", "tempfile.py", "typing.py", "dataclasses.py",
-    "http/client.py", "asyncio/base_events.py", "email/message.py", "csv.py", "datetime.py", "threading.py", "os.py",
-    "re/__init__.py", "random.py", "urllib/parse.py", "zipfile.py", "configparser.py", "cmd.py", "pdb.py",
-    "tarfile.py", "inspect.py", "collections/__init__.py", "functools.py",
+    "logging/__init__.py", "json/__init__.py", "json/decoder.py", "unittest/case.py", "sqlite3/dump.py",
+    "http/client.py", "asyncio/base_events.py", "email/message.py", "re/__init__.py", "urllib/parse.py",
+    "collections/__init__.py",
 )  # fmt: skip
 
 
 def language_text() -> str:
-    """The modules named above and pydoc's language reference, some 2 MB; what isn't there is left out.
+    """Those modules and pydoc's language reference, some 6 MB; what isn't there is left out.
 
     It differs a little between Python versions, and drafts with it: under tensor parallelism all ranks need the same.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    texts = [(library / name).read_text(encoding="utf-8") for name in _MODULES if (library / name).is_file()]
+    # Not what a build or a distribution put beside them, which differs from machine to machine.
+    paths = [path for path in sorted(library.glob("*.py")) if path.stem in sys.stdlib_module_names]
+    paths += [library / name for name in _MODULES]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a Python without its documentation

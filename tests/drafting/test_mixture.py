@@ -128,19 +128,24 @@ def test_the_first_n_nodes_are_nearly_the_best_tree_of_n() -> None:
     memory = TrajectoryMemory("t")
     proposer = MixtureProposer(**SMALL)
     drive(proposer, scripted_calls(4), memory)
-    prompt, spans, _ = scripted_calls(5)[4]
+    prompt, spans, output = scripted_calls(5)[4]
     context = memory.extend(prompt, spans)
     proposer.begin(context)
-    wide = proposer.propose(context, DraftLimits(24, 24, True, np.zeros(25)))
-    narrow = proposer.propose(context, DraftLimits(7, 7, True, np.zeros(8)))
-    assert np.all(np.diff(wide.probabilities) <= 1e-6)
-    assert narrow.tokens[0] == wide.tokens[0]
-    assert narrow.probabilities.sum() > 0.9 * wide.probabilities[:7].sum()
-    siblings: dict[int, float] = {}
-    for parent, p in zip(wide.parents.tolist(), wide.probabilities.tolist(), strict=True):
-        siblings[parent] = siblings.get(parent, 0.0) + p
-    for parent, mass in siblings.items():
-        assert mass <= (1.0 if parent < 0 else float(wide.probabilities[parent])) + 1e-5
+    gained = np.zeros(2)
+    for token in output:
+        wide = proposer.propose(context, DraftLimits(24, 24, True, np.zeros(25)))
+        narrow = proposer.propose(context, DraftLimits(7, 7, True, np.zeros(8)))
+        assert np.all(np.diff(wide.probabilities) <= 1e-6)
+        assert narrow.tokens[0] == wide.tokens[0]
+        gained += narrow.probabilities.sum(), wide.probabilities[:7].sum()
+        siblings: dict[int, float] = {}
+        for parent, p in zip(wide.parents.tolist(), wide.probabilities.tolist(), strict=True):
+            siblings[parent] = siblings.get(parent, 0.0) + p
+        for parent, mass in siblings.items():
+            assert mass <= (1.0 if parent < 0 else float(wide.probabilities[parent])) + 1e-5
+        memory.append(context, np.array([token], np.int32))
+        proposer.observe(context, np.array([token], np.int32))
+    assert gained[0] > 0.95 * gained[1] > 0.0
 
 
 def test_a_tree_is_grown_where_its_odds_are() -> None:
