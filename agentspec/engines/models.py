@@ -55,6 +55,7 @@ def waiting(announce: Notice, text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # nothing is announced once it is over
 
 
 def cache_dir() -> Path:
