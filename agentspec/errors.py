@@ -66,11 +66,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value as a message quotes it: its repr, cut; of what has none (an integer of over 4300 digits), its type."""
+    """A value as a message quotes it: its repr, cut; of what has none (an integer of over 4300 digits, say), its type."""
     try:
         text = repr(value)
-    except ValueError:
-        return f"a {type(value).__name__} that is too long to be written"
+    except Exception:  # whatever somebody's __repr__ may raise
+        return f"one of type {type(value).__name__} that can't be written"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ _CLIP = math.log(2.0)  # one step never says more than that
 # The machine's present speed (ms a unit of cost) follows faster: it changes with what else runs.
 _LEVEL_WEIGHT = 1 / 8
 _REBUILD = 32  # steps between two curves
+_storing = threading.Lock()
 
 
 def measure(
@@ -167,14 +169,15 @@ def stored(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
 
 def store(path: Path, identity: Mapping[str, Any], times: Mapping[int, float]) -> None:
     """Keep the times. A home that can't be written is no error: measured again next time."""
-    known = {**_kept(path), _key(identity): {n: float(ms) for n, ms in times.items()}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        pass
+    with _storing:  # another process that writes at the same time may win: its entry is measured again
+        known = {**_kept(path), _key(identity): {n: float(ms) for n, ms in times.items()}}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(known), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            pass
 
 
 def _key(identity: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ def first_negative(ids: Any) -> Any:
 
 def as_source(source: Any) -> Source:
     """A source of tokens that a memory can hold. Raises InvalidRequestError for another."""
-    if source in _HELD_SOURCES:
-        return Source(source)
+    if isinstance(source, _WHOLE) and source in _HELD_SOURCES:
+        return Source(int(source))
     raise InvalidRequestError(f"source: needed one of {', '.join(s.name for s in _HELD_SOURCES)}, got {source!r}")
 
 

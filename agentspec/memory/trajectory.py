@@ -217,9 +217,12 @@ class TrajectoryMemory:
             )
 
     def source_at(self, position: int) -> Source:
-        """The source of the token at `position` of `tokens`; a lead-in has that of what was before it."""
+        """The source of the token at `position` of `tokens`; a lead-in has that of what was before it, the first one
+        that of what comes after it. Raises InvalidRequestError beyond the tokens.
+        """
         with self.lock:
-            return Source(int(self._rows[self._segment_at(position), 2]))
+            self._check_position("source_at", position)
+            return Source(int(self._rows[max(0, self._segment_at(position)), 2]))
 
     # ---- changes ------------------------------------------------------------------------------
 
@@ -341,9 +344,9 @@ class TrajectoryMemory:
     def seed(self, tokens: Tokens, source: Source = Source.SEED) -> int:
         """Hold tokens (int32[n]) as draft material without claiming that they are in any prompt.
 
-        Returns how many tokens were added: 0 if they are held already.
+        Returns how many tokens were added: 0 if they are held already. Of more than half of max_tokens the end is held.
         """
-        ids = as_tokens(tokens, "seed")
+        ids = as_tokens(tokens, "seed")[-(self.max_tokens // 2) :]
         source = as_source(source)
         if len(ids) == 0:
             return 0
@@ -387,20 +390,22 @@ class TrajectoryMemory:
                 self._identities[first : self._count],
             )
             kept[:, :2] -= cut
+            index = _indexed(old, kept)
             held = {identity: start - cut for identity, start in self._held.items() if start >= cut}
             moved = np.array([0, 0, cut], dtype=np.int32)
             pieces = {name: laid - moved for name, laid in self._pieces.items() if int(laid[:, 2].min()) >= cut}
-            roles, identities = self._roles, names.copy()
-            self._clear()
-            self._roles, self._held = roles, held
-            self._keep_pieces(pieces)
-            self._restore(old, kept, identities)
-            self.epoch += 1
+            layouts = []
             for context in self._open:
-                context.tail = context.tail - cut if context.tail > cut else -1
                 layout = context.layout[context.layout[:, 2] >= cut].copy()
                 layout[:, 2] -= cut
-                context.layout = layout
+                layouts.append((context, context.tail - cut if context.tail > cut else -1, layout))
+            # All that takes time is done: an interrupt before this changes nothing.
+            self._hold(index, kept, names)
+            self._held = held
+            self._keep_pieces(pieces)
+            self.epoch += 1
+            for context, tail, layout in layouts:
+                context.tail, context.layout = tail, layout
             return cut
 
     def clear(self) -> None:
@@ -425,16 +430,17 @@ class TrajectoryMemory:
     def restore(self, part: SavedMemory) -> None:
         """Hold what a file keeps, instead of what is held. Only the newest max_tokens fit."""
         with self.lock:
-            self._clear()
-            self.epoch += 1
-            for context in self._open:
-                context.tail, context.layout = -1, context.layout[:0]
-            self._roles = list(part.roles)
             rows = np.ascontiguousarray(part.rows, dtype=np.int32)
             identities = np.empty(len(rows), dtype=np.int64)
             runs.identities(part.tokens, rows[:, :2].astype(np.int64), identities)
-            self._restore(part.tokens, rows, identities)
+            index = _indexed(part.tokens, rows)
+            self._roles = list(part.roles)
+            self._hold(index, rows, identities)
             self._held = dict(zip(identities.tolist(), rows[:, 0].tolist(), strict=True))
+            self._keep_pieces({})
+            self.epoch += 1
+            for context in self._open:
+                context.tail, context.layout = -1, context.layout[:0]
             self.learned = {name: dict(arrays) for name, arrays in part.learned.items()}
             self.forget_oldest(self.max_tokens)
 
@@ -495,9 +501,11 @@ class TrajectoryMemory:
         For a match use Matches.copy, which knows the match's place.
         """
         with self.lock:
-            if not 0 <= position < self._index.size:
-                raise InvalidRequestError(f"copy: the memory holds {self._index.size} tokens, asked for {position}")
-            _, end, source, _ = self._rows[self._segment_at(position)].tolist()
+            self._check_position("copy", position)
+            row = self._segment_at(position)
+            end, source = self._rows[max(0, row), 1:3].tolist()
+            if row < 0:  # the first lead-in: no copy starts there
+                end = position
             return self._index.tokens[position : max(position, min(position + count, end))].copy(), Source(source)
 
     # ---- invariants ---------------------------------------------------------------------------
@@ -555,11 +563,16 @@ class TrajectoryMemory:
         """Drop what stands behind the last segment, and what the index knows of it."""
         rows = self._rows[: self._count].copy()
         size = int(rows[-1, 1]) if self._count else 0
-        self._restore(self._index.tokens[:size].copy(), rows, self._identities[: self._count].copy())
+        self._hold(_indexed(self._index.tokens[:size], rows), rows, self._identities[: self._count])
         self._held = {identity: start for identity, start in self._held.items() if start < size}
         self._keep_pieces({name: laid for name, laid in self._pieces.items() if int(laid[:, 2].max()) < size})
 
+    def _check_position(self, what: str, position: int) -> None:
+        if not 0 <= position < self._index.size:
+            raise InvalidRequestError(f"{what}: the memory holds {self._index.size} tokens, asked for {position}")
+
     def _segment_at(self, position: int) -> int:
+        """The row of the segment that begins last at or before a position; -1: none, it is in the first lead-in."""
         return int(np.searchsorted(self._rows[: self._count, 0], position, side="right")) - 1
 
     def _find_held(self, ids: Int32, start: int, end: int, identity: int) -> int:
@@ -574,7 +587,10 @@ class TrajectoryMemory:
             ids, start, start, end, index.tokens, index.size, index.links, index.table, 0, TRIES
         )
         # Not inside a lead-in: no copy starts there.
-        if run < length or held >= self._rows[self._segment_at(held), 1]:
+        if run < length:
+            return -1
+        row = self._segment_at(held)
+        if row < 0 or held >= self._rows[row, 1]:
             return -1
         self._held[identity] = held
         return int(held)
@@ -665,17 +681,21 @@ class TrajectoryMemory:
         self._held[identity] = start
         self._count = count + 1
 
-    def _restore(self, tokens: Int32, rows: Int32, identities: NDArray[np.int64]) -> None:
-        """Fill an empty memory with tokens and segments (int32[m, 4], positions in tokens)."""
-        index = MatchIndex(len(tokens) + 64)
-        index.write(tokens)
-        index._reserve_links()
-        for start, end in rows[:, :2].tolist():
-            index.insert(start, end)
-        self._index = index
-        self._rows = np.concatenate([rows, np.empty((16, 4), dtype=np.int32)])
-        self._identities = np.concatenate([identities, np.empty(16, dtype=np.int64)])
-        self._count = len(rows)
+    def _hold(self, index: MatchIndex, rows: Int32, identities: NDArray[np.int64]) -> None:
+        """Hold an index's tokens and segments (int32[m, 4], positions in its tokens) instead of what is held."""
+        spare = np.empty((16, 4), dtype=np.int32)
+        rows, identities = np.concatenate([rows, spare]), np.concatenate([identities, spare[:, 0]])
+        self._index, self._rows, self._identities, self._count = index, rows, identities, len(rows) - len(spare)
+
+
+def _indexed(tokens: Int32, rows: Int32) -> MatchIndex:
+    """An index over tokens, with the segments of rows (int32[m, 4]) in it."""
+    index = MatchIndex(len(tokens) + 64)
+    index.write(tokens)
+    index._reserve_links()
+    for start, end in rows[:, :2].tolist():
+        index.insert(start, end)
+    return index
 
 
 class _Writer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,22 @@ def test_others_entries_are_kept(tmp_path: Path) -> None:
     cost.store(path, IDENTITY, {1: 60.0})
     assert cost.stored(path, {"model": "other"}) == {1: 5.0, 4: 9.0}
     assert "broken" not in json.loads(path.read_text())
+
+
+def test_engines_that_measure_at_the_same_time_keep_all(tmp_path: Path) -> None:
+    path = tmp_path / "curves.json"
+    names = [[f"{thread}-{n}" for n in range(25)] for thread in range(4)]
+
+    def keep(mine: list[str]) -> None:
+        for name in mine:
+            cost.store(path, {"model": name}, {1: 1.0, 2: 1.5})
+
+    threads = [threading.Thread(target=keep, args=(mine,)) for mine in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(cost.stored(path, {"model": name}) for mine in names for name in mine)
 
 
 def test_a_place_that_cannot_be_written_is_no_error() -> None:

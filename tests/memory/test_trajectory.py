@@ -508,17 +508,18 @@ def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, aft
     memory = TrajectoryMemory()
     call = memory.extend([*range(100), *range(50)], [Span(0, 70), Span(70, 150)])
     memory.append(call, [1, 2, 3, 1, 2])
-    add = index.add
-
     pressed: list[bool] = []
 
-    def interrupted(*arguments: Any) -> Any:
-        if after or pressed:
-            at = add(*arguments)
-        if not pressed:
-            pressed.append(True)
-            raise KeyboardInterrupt
-        return at
+    def interrupted(kernel: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            if after or pressed:
+                at = kernel(*arguments)
+            if not pressed:
+                pressed.append(True)
+                raise KeyboardInterrupt
+            return at
+
+        return run
 
     tokens = memory.tokens.tolist()
     for work in (
@@ -526,10 +527,13 @@ def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, aft
         lambda: memory.extend([*range(300, 400)]),
         lambda: memory.append(call, [3, 1, 2, 3] * 300),
         lambda: memory.publish(np.arange(1000, 1100, dtype=np.int32), 20, 100),
+        lambda: memory.forget_oldest(100),
+        lambda: memory.restore(memory.snapshot()),
     ):
         pressed.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(index, "add", interrupted)
+            patch.setattr(index, "add", interrupted(index.add))
+            patch.setattr(index, "insert", interrupted(index.insert))
             with pytest.raises(KeyboardInterrupt):
                 work()
         assert memory.tokens.tolist() == tokens
@@ -539,6 +543,32 @@ def test_an_interrupt_leaves_whole_memories(monkeypatch: pytest.MonkeyPatch, aft
     assert memory.copy_longest(call, 1, 16, 4)[0].tolist() == [3, 1, 2, 3]
     memory.close(call)
     assert memory.seed([*range(200, 300)]) == 100
+    memory.check()
+
+
+@pytest.mark.parametrize("left", [0, 10**6])
+def test_what_malloc_left_behind_is_never_read(left: int) -> None:
+    """A namespace's memory begins with a lead-in, before any segment: nothing is held there."""
+    dirt = [np.full((16, 4), left, np.int32) for _ in range(300)]
+    del dirt  # what the memory's own arrays will be made of
+    memory = TrajectoryMemory()
+    ids = np.arange(100, 180, dtype=np.int32)
+    assert memory.publish(ids, 40, 80)
+    first = memory.segments[0].start
+    assert first > 0
+    assert memory.publish(np.concatenate([ids[:38], ids[38:70]]), 38, 70), "two of its tokens were only a lead-in"
+    assert memory.source_at(0) is Source.OUTPUT
+    assert memory.copy(0, 5)[0].tolist() == []
+    for position in (-1, len(memory)):
+        with pytest.raises(InvalidRequestError, match="asked for"):
+            memory.source_at(position)
+    memory.check()
+
+
+def test_of_a_seed_that_does_not_fit_the_end_is_held() -> None:
+    memory = TrajectoryMemory(max_tokens=4096)
+    assert memory.seed(np.arange(10_000, dtype=np.int32)) == 2048
+    assert memory.tokens[-1] == 9999
     memory.check()
 
 
