@@ -6,12 +6,17 @@ child finds everything whole; the parent's calls go on in the parent only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
+
+# A step takes its memory's lock, so a fork has to take the steps' locks before the memories'. What is registered last
+# runs first: memory's handlers have to be there before those at the end of this file, whatever is imported first.
+import agentspec.memory.forks  # noqa: F401
 
 __all__ = ["FairQueue", "Worker"]
 
@@ -134,44 +139,48 @@ class Worker(Generic[Job]):
                 self._running = None
             del job
 
-    def _before_fork(self) -> None:
+    def _before_fork(self, take: Callable[[Any], Any]) -> None:
         for lock in (*self._locks, self._start, self._queue.lock):
-            lock.acquire()
+            take(lock)
 
-    def _after_fork(self) -> None:
-        for lock in (self._queue.lock, self._start, *reversed(self._locks)):
-            lock.release()
-
-    def _after_fork_in_child(self) -> None:
+    def _forked(self) -> list[Job]:
+        """In the child: what was queued or ran when the parent forked. The locks are held."""
         self._thread = None
         jobs = self._queue.drain()
         if self._running is not None:
             jobs.insert(0, self._running)
             self._running = None
-        self._after_fork()
-        self._on_fork(jobs)
+        return jobs
+
+
+class _Fork(threading.local):
+    """What the forking thread holds: each lock from when it is taken, as Ctrl-C can end the wait for the next."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker[Any]] = []
+        self.locks = contextlib.ExitStack()
 
 
 _live: weakref.WeakSet[Worker[Any]] = weakref.WeakSet()
-_forking: list[Worker[Any]] = []
+_fork = _Fork()
 
 
 def _before() -> None:
-    _forking[:] = list(_live)
-    for worker in _forking:
-        worker._before_fork()
+    _fork.workers = list(_live)
+    for worker in _fork.workers:
+        worker._before_fork(_fork.locks.enter_context)
 
 
 def _after_in_parent() -> None:
-    for worker in reversed(_forking):
-        worker._after_fork()
-    _forking.clear()
+    _fork.locks.close()
+    _fork.workers = []
 
 
 def _after_in_child() -> None:
-    for worker in reversed(_forking):
-        worker._after_fork_in_child()
-    _forking.clear()
+    left = [(worker, worker._forked()) for worker in _fork.workers]
+    _after_in_parent()
+    for worker, jobs in left:
+        worker._on_fork(jobs)
 
 
 if hasattr(os, "register_at_fork"):

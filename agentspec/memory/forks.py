@@ -9,6 +9,7 @@ namespace.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -24,7 +25,16 @@ class _Guarded(Protocol):
 _adding = threading.Lock()
 _stores: weakref.WeakSet[Any] = weakref.WeakSet()
 _memories: weakref.WeakSet[Any] = weakref.WeakSet()
-_taken: list[Any] = []
+
+
+class _Fork(threading.local):
+    """What the forking thread holds: each lock from when it is taken, as Ctrl-C can end the wait for the next."""
+
+    def __init__(self) -> None:
+        self.locks = contextlib.ExitStack()
+
+
+_fork = _Fork()
 
 
 def guard_store(store: _Guarded) -> None:
@@ -40,27 +50,22 @@ def guard_memory(memory: _Guarded) -> None:
 
 
 def _before() -> None:
+    take = _fork.locks.enter_context
     with _adding:
         stores = list(_stores)
-    taken = [store.lock for store in stores]
-    for lock in taken:
-        lock.acquire()
+    for store in stores:
+        take(store.lock)
     # With the stores held nobody can make a memory in one.
     with _adding:
         memories = list(_memories)
     shared = {id(memory.shared) for memory in memories}
     for memory in sorted(memories, key=lambda memory: id(memory) in shared):
-        memory.lock.acquire()
-        taken.append(memory.lock)
-    _adding.acquire()
-    _taken[:] = taken
+        take(memory.lock)
+    take(_adding)
 
 
 def _after() -> None:
-    _adding.release()
-    for lock in reversed(_taken):
-        lock.release()
-    _taken.clear()
+    _fork.locks.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -435,8 +435,8 @@ def test_fork_works_in_the_child(tiny_engine: Make) -> None:
 def test_fork_during_a_call(tiny_engine: Make) -> None:
     """The parent's call goes on in the parent; in the child its stream says so, and new calls work."""
     engine, held = tiny_engine(), Trajectory("held")
-    wanted = run(tiny_engine(max_draft=0), max_tokens=300).token_ids
-    call = engine.generate(request(max_tokens=300, trajectory=held))
+    wanted = run(tiny_engine(max_draft=0), max_tokens=900).token_ids
+    call = engine.generate(request(max_tokens=900, trajectory=held))
     next(call)
     read, write = os.pipe()
     pid = os.fork()
@@ -448,7 +448,7 @@ def test_fork_during_a_call(tiny_engine: Make) -> None:
                 status = b"no error"
             except EngineError as error:
                 status = b"told" if "parent process" in str(error) else repr(error).encode()
-            fresh = run(engine, max_tokens=300, trajectory=held).token_ids
+            fresh = run(engine, max_tokens=900, trajectory=held).token_ids
             status += b" right" if fresh == wanted else b" wrong"
         except BaseException as error:
             status = repr(error).encode()

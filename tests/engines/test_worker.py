@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -98,3 +100,34 @@ def test_a_fork_finds_the_locks_free_and_is_told_the_parents_jobs() -> None:
         time.sleep(0.005)
     assert served == [1, 2] and told == []
     worker.stop()
+
+
+def test_a_fork_waits_for_steps_before_memories_whatever_is_imported_first() -> None:
+    """A step holds its own lock when it asks for the memory's: a fork that took them the other way round would hang."""
+    program = """
+import os, threading
+from agentspec.engines.worker import Worker
+from agentspec.memory import TrajectoryMemory
+memory, step, begun = TrajectoryMemory(), threading.RLock(), threading.Event()
+def serve(job):
+    for number in range(20000):
+        with step:
+            begun.set()
+            memory.seed([number, number + 1])
+        if job.is_set():
+            return
+job = threading.Event()
+worker = Worker(serve, lambda jobs: None, (step,))
+worker.submit("a", job)
+begun.wait()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+job.set()
+worker.stop()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["done"], done.stderr

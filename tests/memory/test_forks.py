@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -83,3 +85,46 @@ def test_two_threads_that_fork() -> None:
     for thread in threads:
         thread.join(60)
     assert statuses == [0] * 10
+
+
+def test_an_interrupt_while_a_fork_waits_leaves_no_lock_held() -> None:
+    """Ctrl-C ends the wait for a memory's lock; what the fork had taken before is free again afterwards."""
+    program = """
+import os, signal, threading, time
+from agentspec.engines.worker import Worker
+from agentspec.memory import MemoryStore
+store, step = MemoryStore(), threading.RLock()
+memory = store.open("a", "n")
+worker = Worker(lambda job: job.set(), lambda jobs: None, (threading.RLock(), step))
+held = threading.Event()
+def hold(lock):
+    with lock:
+        held.set()
+        time.sleep(1)
+for lock in (memory.lock, step):
+    held.clear()
+    holder = threading.Thread(target=hold, args=(lock,))
+    holder.start()
+    held.wait()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    except KeyboardInterrupt:
+        pass
+    holder.join()
+    done = threading.Event()
+    def work():
+        job = threading.Event()
+        store.open("b", "n")
+        worker.submit("a", job)
+        job.wait() and done.set()
+    threading.Thread(target=work, daemon=True).start()
+    print(done.wait(20), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert "release" not in done.stderr
