@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentspec.engines import forward_cpu, kernels, models
+from agentspec.engines import forward_cpu, kernels, linear, models
 from agentspec.engines.forward import Forward
 
 PREFILL = 512
@@ -119,7 +119,7 @@ def parts(forward: Forward, ids: np.ndarray, context: int, widths: list[int], ro
 
         setattr(owner, name, outer)
 
-    timed(forward_cpu.PackedLinear, "rows", "linears")
+    timed(linear.Linear, "__call__", "linears")
     timed(kernels.Attention, "__call__", "attention")
     for name in ("norm", "add_norm", "gate", "rotate_heads"):
         timed(kernels, name, "norms, rotation, activation")

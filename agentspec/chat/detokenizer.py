@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 __all__ = ["Detokenizer"]
@@ -13,6 +15,26 @@ _LONGEST_TAIL = 3
 # Held back longer than this many tokens, text is not going to settle: a tokenizer whose decoding rewrites
 # what came before. A character takes at most four bytes, and so at most four tokens.
 _LONGEST_HOLD = 16
+# Windows whose text is remembered, of each tokenizer: mostly two tokens, and an agent's text repeats itself.
+_REMEMBERED = 32768
+
+_decoders: weakref.WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = weakref.WeakKeyDictionary()
+
+
+def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
+    """Ids to their text without special tokens; a call of the tokenizer's own costs some 30 us."""
+    try:
+        known = _decoders.get(tokenizer)
+        if known is None:
+            held = weakref.ref(tokenizer)
+            known = _decoders[tokenizer] = functools.lru_cache(_REMEMBERED)(lambda ids: _decode(held(), ids, True))
+    except TypeError:  # can't be hashed, or not be held weakly
+        return lambda ids: _decode(tokenizer, ids, True)
+    return known
+
+
+def _decode(tokenizer: Any, ids: tuple[int, ...], skip: bool) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
@@ -33,6 +55,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, keep: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
         special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._keep = frozenset(keep) & special
         self._settled: list[int] = []  # the window's tokens that are shown completely
@@ -72,19 +95,16 @@ class Detokenizer:
     def _marker(self, token: int) -> str:
         piece = self.flush()
         self._settled, self._before, self._shown = [], "", 0
-        text = self._decode([token], skip=False)
+        text = _decode(self._tokenizer, (token,), False)
         self.length += len(text)
         self._end = self.length
         self.ends.append(self.length)
         return piece + text
 
-    def _decode(self, ids: list[int], skip: bool = True) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
-
     def _advance(self, final: bool) -> str:
         if not self._held:
             return ""
-        text = self._decode(self._settled + self._held)
+        text = self._decode((*self._settled, *self._held))
         final = final or len(self._held) > _LONGEST_HOLD
         if not final and not text.startswith(self._before):
             return ""  # undecided: the window's text does not extend what is shown
@@ -95,7 +115,7 @@ class Detokenizer:
         piece = text[self._shown : settled]
         if settled == len(text):
             self._settled, self._held = self._held, []
-            self._before = self._decode(self._settled)
+            self._before = self._decode(tuple(self._settled))
             self._shown = len(self._before)
         else:
             self._shown = max(self._shown, settled)

@@ -163,14 +163,9 @@ class CostCurve:
         """v(n) for n >= 1; n may be fractional (a batch's mean width)."""
         if n < 1:
             raise InvalidRequestError(f"v(n): needed n >= 1, got {n!r}")
-        widths = list(self.points)
-        if n >= widths[-1]:
-            if len(widths) == 1:
-                return self.points[1]
-            a, b = widths[-2], widths[-1]
-            slope = max(0.0, (self.points[b] - self.points[a]) / (b - a))
-            return self.points[b] + slope * (n - b)
-        return float(np.interp(n, widths, [self.points[w] for w in widths]))
+        if n < len(self._table) and n == int(n):
+            return float(self._table[int(n)])
+        return float(self._values(np.array([n]))[0])
 
     def at_batch(self, batch_size: int) -> CostCurve:
         """The curve of one sequence among batch_size that all take n tokens: v(B n) / v(B)."""
@@ -193,7 +188,12 @@ class CostCurve:
         return self._tabulate(widest + 2)
 
     def _tabulate(self, size: int) -> NDArray[np.float64]:
-        return np.array([0.0, *(self(n) for n in range(1, size))])
+        return np.concatenate([[0.0], self._values(np.arange(1, size))])
+
+    def _values(self, n: NDArray[Any]) -> NDArray[np.float64]:
+        widths, costs = list(self.points), list(self.points.values())
+        slope = max(0.0, (costs[-1] - costs[-2]) / (widths[-1] - widths[-2])) if len(widths) > 1 else 0.0
+        return np.interp(n, widths, costs) + slope * np.maximum(0, n - widths[-1])
 
     def best_width(self, acceptance: Sequence[float], cost: float = 0.0) -> int:
         """The n that maximises (1 + sum of the first n path probabilities) / (v(n + 1) + cost)."""

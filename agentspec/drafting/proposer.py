@@ -91,16 +91,15 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return bool(np.array_equal(self.parents, np.arange(-1, len(self.tokens) - 1)))
+        return self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
 
     @property
     def depths(self) -> NDArray[np.int32]:
         """int32[n]: 1 for a node that hangs on the last emitted token."""
-        depths = np.ones(len(self.tokens), dtype=np.int32)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return depths
+        depths: list[int] = []  # lists: a step has some twenty nodes, and numpy's calls cost a microsecond each
+        for parent in self.parents.tolist():
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return np.array(depths, np.int32)
 
     @property
     def depth(self) -> int:
@@ -116,15 +115,16 @@ class Draft:
             raise ProposerError(f"a draft of {n} tokens where at most {limits.max_tokens} were allowed")
         if n == 0:
             return
-        if int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocabulary:
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise ProposerError(f"a drafted id is outside the vocabulary of {vocabulary}")
-        if bool((self.parents >= np.arange(n)).any()) or int(self.parents.min()) < -1:
+        if min(parents) < -1 or any(parent >= node for node, parent in enumerate(parents)):
             raise ProposerError("a draft's parents must come before their children")
         if not limits.tree and not self.is_chain:
             raise ProposerError("a tree was drafted where only a chain can be verified")
         if self.depth > limits.max_depth:
             raise ProposerError(f"a draft of depth {self.depth} where at most {limits.max_depth} can be emitted")
-        if len(set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))) != n:
+        if len(set(zip(parents, tokens, strict=True))) != n:
             raise ProposerError("two children of one node propose the same token")
 
 

@@ -7,6 +7,7 @@ verify step counts a little. Widths depend on v(n), texts never. Called by Local
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
@@ -92,6 +93,7 @@ class CostMeter:
         self.version = 0
         self.steps = 0
         self._v = dict(curve.points)
+        self._widths = sorted(self._v)
         self._level: float | None = curve.base_ms
         self._before: tuple[int, float] | None = None
         self._seen = dict.fromkeys(self._v, 0.0)
@@ -123,21 +125,26 @@ class CostMeter:
         if self.steps % _REBUILD == 0:
             self._rebuild()
 
+    def _around(self, n: int) -> tuple[int, int, float]:
+        """The points on both sides of n, and how far n lies from the lower to the upper."""
+        widths = self._widths
+        place = bisect.bisect_left(widths, n)
+        if place == len(widths) or widths[place] == n:
+            point = widths[min(place, len(widths) - 1)]
+            return point, point, 0.0
+        below, above = widths[place - 1], widths[place]
+        return below, above, (n - below) / (above - below)
+
     def _now(self, n: int) -> float:
         """v(n) from the points as they are, between two curves."""
-        points = sorted(self._v)
-        return float(np.interp(n, points, [self._v[p] for p in points]))
+        below, above, share = self._around(n)
+        return self._v[below] + share * (self._v[above] - self._v[below])
 
     def _shift(self, n: int, error: float) -> None:
         """Move the points on both sides of n, each by its share; v(1) is 1."""
-        if n == 1:
-            return
-        points = sorted(self._v)
-        below = max((p for p in points if p <= n), default=1)
-        above = min((p for p in points if p >= n), default=points[-1])
-        share = 0.0 if above <= below else (n - below) / (above - below)
+        below, above, share = self._around(n)
         for point, part in ((below, 1.0 - share), (above, share)):
-            if point > 1:
+            if point > 1 and part:
                 self._v[point] = max(1.0, self._v[point] + part * error)
                 self._seen[point] += part
 

@@ -220,17 +220,19 @@ class Decoder:
         assert cache is not None
         pending = output.pending
         base, start = len(pending), cache.length
-        chain = draft.is_chain
+        chain = not len(draft) or draft.is_chain
         parents = None
-        if not chain:
-            nodes = np.where(draft.parents < 0, base - 1, draft.parents + base)
-            parents = [*range(-1, base - 1), *nodes.tolist()]
-        children: dict[tuple[int, int], int] = {
-            (parent, token): node
-            for node, (parent, token) in enumerate(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
-        }
-        parented = set(draft.parents.tolist())
-        logits = self._forward(state, np.concatenate([pending, draft.tokens]), 1 + len(draft), parents, stats)
+        children: dict[tuple[int, int], int] = {}
+        parented: set[int] = set()
+        ids = pending
+        if len(draft):
+            above, tokens = draft.parents.tolist(), draft.tokens.tolist()
+            children = {(parent, token): node for node, (parent, token) in enumerate(zip(above, tokens, strict=True))}
+            parented = set(above)
+            ids = np.concatenate([pending, draft.tokens])
+            if not chain:
+                parents = [*range(-1, base - 1), *(base - 1 if parent < 0 else parent + base for parent in above)]
+        logits = self._forward(state, ids, 1 + len(draft), parents, stats)
         rows = logits.cpu() if not self._on_device(logits, sampler, request) else None
         choices = logits.argmax(dim=-1).tolist() if rows is None else []
         emitted: list[int] = []

@@ -1,12 +1,11 @@
 """PackedForward: the CPU's forward in float32, near what memory bandwidth allows, and row-invariant.
 
-    linears     weights packed once for oneDNN (a stock torch linear repacks them at every step with n > 1)
+    linears     linear.Linear: weights in the fewest bits that give them back exactly, each read once a step
     attention   kernels.Attention over a blocked cache
     the rest    the model's own modules, which work row by row
 
 Built by Forward.load only, which serves with the stock path where this raises NotPackable. Imports torch and, lazily,
-transformers. The packed linears are private operators of torch, so everything is proved at load against the model's
-own logits, and every packed weight's rows against each other.
+transformers. Everything is proved at load against the model's own logits, and rows against each other.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from agentspec.engines.forward import (
     paths_of,
     windows_of,
 )
-from agentspec.engines.team import torch_team
+from agentspec.engines.linear import Linear
+from agentspec.engines.team import Team, torch_team
 from agentspec.errors import EngineError
 
 __all__ = ["PackedForward"]
@@ -40,14 +40,7 @@ __all__ = ["PackedForward"]
 log = logging.getLogger(__name__)
 
 _NO_PATHS = np.zeros((0, 0), np.int32)
-_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 _ATTENTION = "agentspec"
-# Rows the packed weights are laid out for. Any number of rows may be asked of them; 8 is the best at 1 to 33.
-_PACK_ROWS = 8
-# One row alone has too few sums under way at a time to keep memory busy: filled up to four rows, SmolLM2's step takes
-# 0.90 of its time (0.84 to 0.90 for three to six; median of 15 interleaved rounds).
-_FEWEST_ROWS = 4
-_WIDTHS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
 
 
 class BlockedCache(KVCache):
@@ -104,6 +97,7 @@ class _Step(threading.local):
 
     cache: BlockedCache | None = None
     attention: kernels.Attention | None = None
+    team: Team | None = None
     windows: Sequence[int] = ()
 
 
@@ -163,56 +157,17 @@ def attend(
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weight [out, in] is packed for oneDNN. x float32 [..., in] -> [..., out].
+    """A Linear in a torch linear's place. x float32 [..., in] -> [..., out]."""
 
-    min_rows: with fewer rows the kernels may round differently, and are slower; the input is filled up with zero rows.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
-        self.bias = None if bias is None else bias.detach()
-        self.min_rows = 1
+        self.linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, self.in_features)
-        rows = flat.shape[0]
-        if rows < self.min_rows:
-            flat = nn.functional.pad(flat, (0, 0, 0, self.min_rows - rows))
-        y = self.apply_rows(flat)
-        if rows < self.min_rows:
-            y = y[:rows]
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def rows(self, x: torch.Tensor, n: int) -> np.ndarray:
-        """The first n rows of x through it, and more where it wants them: x has at least min_rows."""
-        x = x[: max(n, self.min_rows)]
-        return self.apply_rows(x).numpy()
-
-    def apply_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, in] -> [rows, out], by the operator itself."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
-
-    def weight(self) -> torch.Tensor:
-        """The dense weight again, as it was."""
-        dense: torch.Tensor = self.packed.to_dense()
-        return dense
-
-    def prove_rows(self) -> int | None:
-        """The fewest rows from which a row's bits depend neither on how many go with it nor on its place; or None."""
-        self.min_rows = 1
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(max(_WIDTHS), self.in_features, generator=generator)
-        whole = self(x)
-        least = 1
-        for width in _WIDTHS:
-            for begin in {0, len(x) - width}:
-                end = begin + width
-                if not torch.equal(self(x[begin:end]), whole[begin:end]):
-                    least = max(least, width + 1)
-        return least if least <= 8 else None
+        flat = x.reshape(-1, self.linear.inputs).contiguous()
+        y = torch.empty(len(flat), self.linear.outputs)
+        self.linear(flat.numpy(), y.numpy(), _step.team)
+        return y.view(*x.shape[:-1], self.linear.outputs)
 
 
 class RowwiseActivation(nn.Module):
@@ -255,11 +210,7 @@ class PackedForward(Forward):
         self.cache_kind = stock.cache_kind
         self._cache_name = stock.cache_name
         self._windows = windows_of(stock)
-        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if not available or not all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS):
-            raise NotPackable("this torch has no packed linears")
-        self._whole_rows = True  # every packed weight gives rows that don't depend on their number
-        self._least: dict[tuple[int, int], int | None] = {}
+        self._formats: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         try:
             self._build()
@@ -272,7 +223,8 @@ class PackedForward(Forward):
             raise NotPackable(f"{type(error).__name__}: {error}") from error
         self._undo.clear()
         self._let_go_of_files()
-        self.description = f"{self.name} ({'' if self.row_invariant else 'not '}row-invariant)"
+        formats = ", ".join(sorted(self._formats))
+        self.description = f"{self.name} (weights as {formats}; {'' if self.row_invariant else 'not '}row-invariant)"
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         return BlockedCache(len(self._windows), capacity)
@@ -291,12 +243,13 @@ class PackedForward(Forward):
         else:
             paths, depths = paths_of(parents, n)
         _step.windows = self._windows
-        _step.attention = kernels.Attention(start, paths, depths, torch_team())
+        _step.team = torch_team()
+        _step.attention = kernels.Attention(start, paths, depths, _step.team)
         _step.cache = cache
         try:
             logits = self._logits(new, torch.from_numpy(depths.astype(np.int64) + start)[None], rows)
         finally:
-            _step.cache = _step.attention = None
+            _step.cache = _step.attention = _step.team = None
         cache.step_start = start
         cache.length = start + n
         cache.tree = parents is not None
@@ -330,14 +283,14 @@ class PackedForward(Forward):
         self.model.set_attn_implementation(_ATTENTION)
         kinds = [kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()]
         activations = {kind for kind in kinds if isinstance(kind, type)}
-        packed: dict[int, nn.Module] = {}
+        packed: dict[int, PackedLinear] = {}
         for parent in list(self.model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) in activations:
                     self._exchange(parent, name, RowwiseActivation(child))
                 elif id(child) in packed or _weight_of(child) is not None:
                     if id(child) not in packed:
-                        packed[id(child)] = self._pack([child])
+                        packed[id(child)] = PackedLinear(self._pack([child]))
                     self._exchange(parent, name, packed[id(child)])
         if not packed:
             raise NotPackable("it has no linears to pack")
@@ -347,7 +300,7 @@ class PackedForward(Forward):
         self._undo.append(lambda: setattr(parent, name, old))
         setattr(parent, name, new)
 
-    def _pack(self, linears: Sequence[Any]) -> PackedLinear:
+    def _pack(self, linears: Sequence[Any]) -> Linear:
         """One packed linear for all of them, outputs side by side.
 
         Weights that nothing else uses are freed at once, so memory never holds the model twice.
@@ -360,12 +313,8 @@ class PackedForward(Forward):
             raise NotPackable("some of its joined linears have a bias and some have none")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # type: ignore[arg-type]
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-        packed = PackedLinear(weight, bias)  # type: ignore[arg-type]
-        shape = (packed.out_features, packed.in_features)
-        if shape not in self._least:
-            self._least[shape] = packed.prove_rows()
-        self._whole_rows = self._whole_rows and self._least[shape] is not None
-        packed.min_rows = max(self._least[shape] or 1, _FEWEST_ROWS)
+        packed = Linear(weight.numpy(), None if bias is None else bias.numpy())  # type: ignore[union-attr]
+        self._formats.add(packed.format)
         embeddings = {m.weight.data_ptr() for m in self.model.modules() if isinstance(m, nn.Embedding)}
         begin = 0
         for linear, part in zip(linears, weights, strict=True):
@@ -406,15 +355,14 @@ class PackedForward(Forward):
         rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
         # These frequencies change with the length of the whole input, so with the draft.
         follows_length = str(rope).find("dynamic") >= 0 or str(rope).find("longrope") >= 0
-        self.row_invariant = same and self._whole_rows and not follows_length
+        self.row_invariant = same and not follows_length
 
 
 class LeanForward(PackedForward):
     """Llama's layers (Qwen2, Qwen3 and Mistral have them too) without transformers' modules around them.
 
-    A step of transformers' modules spends some 10 ms in Python over SmolLM2's 30 layers, against 30 ms that the
-    weights take to read; this one 2 ms. Per layer four packed linears (queries, keys and values as one, gate and up
-    as one) and four kernels.
+    A step of transformers' modules spends some 10 ms in Python over SmolLM2's 30 layers, this one 1 ms. Per layer four
+    linears (queries, keys and values as one, gate and up as one), four kernels and the attention.
     """
 
     name = "own layers with packed linears and blocked attention"
@@ -463,36 +411,37 @@ class LeanForward(PackedForward):
         cache = _step.cache
         assert cache is not None and _step.attention is not None
         n, start = len(ids), cache.length
-        # Eight rows are the most that a linear may want at least; what lies beyond n are zeros.
-        space = max(n, 8)
         x = self._embedding[torch.from_numpy(ids)].numpy()
-        hidden = _Space(space, x.shape[1])
-        attended = _Space(space, self._heads * self._dim)
-        gated = _Space(space, self._layers[0].gate_up.out_features // 2)
+        first = self._layers[0]
+        # Each is written anew in every layer.
+        hidden, change = np.empty_like(x), np.empty_like(x)
+        joined = np.empty((n, first.joined.outputs), np.float32)
+        gate_up = np.empty((n, first.gate_up.outputs), np.float32)
+        gated = np.empty((n, first.down.inputs), np.float32)
+        attended = np.empty((n, first.out.inputs), np.float32)
         query = np.empty((n, self._heads, self._dim), np.float32)
-        out = attended.array[:n].reshape(n, self._heads, self._dim)
+        out = attended.reshape(n, self._heads, self._dim)
         cos, sin = (part[0].contiguous().numpy() for part in self._rotary(self._embedding, positions))
-        attention, windows = _step.attention, self._windows
-        change: np.ndarray | None = None
+        attention, team, windows = _step.attention, _step.team, self._windows
         for index, layer in enumerate(self._layers):
-            if change is None:
-                kernels.norm(x, *layer.first, hidden.array)
+            if index == 0:
+                kernels.norm(x, *layer.first, hidden)
             else:
-                kernels.add_norm(x, change, *layer.first, hidden.array)
+                kernels.add_norm(x, change, *layer.first, hidden)
             keys, values = cache.arrays(index, start + n, self._kv_heads, self._dim, self._dim)
-            joined = layer.joined.rows(hidden.tensor, n)
+            layer.joined(hidden, joined, team)
             kernels.rotate_heads(
                 joined, n, cos, sin, layer.query[0], layer.key[0], layer.query[1], query, keys, values, start
             )
             attention(query, keys, values, out, windows[index], layer.scale)
-            kernels.add_norm(x, layer.out.rows(attended.tensor, n), *layer.second, hidden.array)
-            kernels.gate(layer.gate_up.rows(hidden.tensor, n), n, gated.array)
-            change = layer.down.rows(gated.tensor, n)
-        assert change is not None
-        if not rows:
-            return torch.empty(0, self.vocabulary)
-        kernels.add_norm(x[n - rows :], change[n - rows :], *self._norm, hidden.array)
-        return torch.from_numpy(self._head.rows(hidden.tensor, rows)[:rows])
+            kernels.add_norm(x, layer.out(attended, change, team), *layer.second, hidden)
+            kernels.gate(layer.gate_up(hidden, gate_up, team), n, gated)
+            layer.down(gated, change, team)
+        logits = torch.empty(rows, self.vocabulary)
+        if rows:
+            kernels.add_norm(x[n - rows :], change[n - rows :], *self._norm, hidden[:rows])
+            self._head(hidden[:rows], logits.numpy(), team)
+        return logits
 
 
 @dataclass(slots=True)
@@ -500,25 +449,15 @@ class _Layer:
     """One layer's weights. A norm is (weight, epsilon); the query's and key's weights have no length where there is
     no such norm."""
 
-    joined: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    joined: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
     first: tuple[np.ndarray, np.float32]
     second: tuple[np.ndarray, np.float32]
     query: tuple[np.ndarray, np.float32]
     key: tuple[np.ndarray, np.float32]
     scale: np.float32
-
-
-class _Space:
-    """Zeroed float32 [rows, width], as torch's tensor and numpy's array over the same memory."""
-
-    __slots__ = ("array", "tensor")
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.tensor = torch.zeros(rows, width)
-        self.array = self.tensor.numpy()
 
 
 def _norm_of(module: Any) -> tuple[np.ndarray, np.float32]:
@@ -528,9 +467,9 @@ def _norm_of(module: Any) -> tuple[np.ndarray, np.float32]:
     return module.weight.detach().numpy().copy(), np.float32(module.variance_epsilon)
 
 
-def _restore(linear: Any, packed: PackedLinear, begin: int, end: int) -> None:
+def _restore(linear: Any, packed: Linear, begin: int, end: int) -> None:
     """Give a linear its weight back."""
-    weight = packed.weight()[begin:end]
+    weight = torch.from_numpy(packed.dense())[begin:end]
     weight = weight if type(linear) is nn.Linear else weight.t()
     linear.weight = nn.Parameter(weight.contiguous().clone(), requires_grad=False)
 

@@ -28,6 +28,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
@@ -76,7 +77,8 @@ _V, _M, _C, _T = "float32[::1]", "float32[:, ::1]", "float32[:, :, ::1]", "float
 _PATHS, _DEPTHS = "int32[:, ::1]", "int32[::1]"
 
 
-_LANES = 8  # floats of the vectors below: one AVX2 register; wider machines have two units of that width
+# Floats of the vectors below, and how many of them a tile of four rows is wide: its sums fill half the registers.
+_LANES, _ACROSS = (16, 4) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (8, 2)
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, _LANES)
 
@@ -116,8 +118,8 @@ def _scores(typing_context: Any, q0: Any, q1: Any, q2: Any, q3: Any, keys: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *queries, keys, s, head_dim = args
-        for begin in range(0, BLOCK, 2 * _LANES):
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(2)] for _ in range(4)]
+        for begin in range(0, BLOCK, _ACROSS * _LANES):
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(_ACROSS)] for _ in range(4)]
             for row in sums:
                 for slot in row:
                     builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
@@ -125,7 +127,7 @@ def _scores(typing_context: Any, q0: Any, q1: Any, q2: Any, q3: Any, keys: Any, 
                 place = builder.mul(loop.index, ir.Constant(_I64, BLOCK))
                 vectors = [
                     builder.load(_at(builder, keys, _VECTOR, place, ir.Constant(_I64, begin + v * _LANES)), align=4)
-                    for v in range(2)
+                    for v in range(_ACROSS)
                 ]
                 _multiply_add(
                     builder, sums, [_splat(builder, _at(builder, q, _F32, loop.index)) for q in queries], vectors
@@ -152,28 +154,38 @@ def _accumulate(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         s, values, *outs, factors, width = args
-        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_I64, 2 * _LANES))) as groups:
-            begin = builder.mul(groups.index, ir.Constant(_I64, 2 * _LANES))
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(2)] for _ in range(4)]
-            for r, (row, out) in enumerate(zip(sums, outs, strict=True)):
-                factor = _splat(builder, _at(builder, factors, _F32, ir.Constant(_I64, r)))
-                for v, slot in enumerate(row):
-                    old = builder.load(_at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES)), align=4)
-                    builder.store(builder.fmul(old, factor), slot)
-            with cgutils.for_range(builder, ir.Constant(_I64, BLOCK)) as loop:
-                place = builder.add(builder.mul(loop.index, width), begin)
-                vectors = [
-                    builder.load(_at(builder, values, _VECTOR, place, ir.Constant(_I64, v * _LANES)), align=4)
-                    for v in range(2)
-                ]
-                weights = [
-                    _splat(builder, _at(builder, s, _F32, loop.index, ir.Constant(_I64, r * BLOCK))) for r in range(4)
-                ]
-                _multiply_add(builder, sums, weights, vectors)
-            for row, out in zip(sums, outs, strict=True):
-                for v, slot in enumerate(row):
-                    target = _at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES))
-                    builder.store(builder.load(slot), target, align=4)
+
+        def columns(first: Any, count: Any, across: int) -> None:
+            """`count` times `across` vectors from column `first` on."""
+            with cgutils.for_range(builder, count) as groups:
+                begin = builder.add(first, builder.mul(groups.index, ir.Constant(_I64, across * _LANES)))
+                sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(across)] for _ in range(4)]
+                for r, (row, out) in enumerate(zip(sums, outs, strict=True)):
+                    factor = _splat(builder, _at(builder, factors, _F32, ir.Constant(_I64, r)))
+                    for v, slot in enumerate(row):
+                        old = builder.load(_at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES)), align=4)
+                        builder.store(builder.fmul(old, factor), slot)
+                with cgutils.for_range(builder, ir.Constant(_I64, BLOCK)) as loop:
+                    place = builder.add(builder.mul(loop.index, width), begin)
+                    vectors = [
+                        builder.load(_at(builder, values, _VECTOR, place, ir.Constant(_I64, v * _LANES)), align=4)
+                        for v in range(across)
+                    ]
+                    weights = [
+                        _splat(builder, _at(builder, s, _F32, loop.index, ir.Constant(_I64, r * BLOCK)))
+                        for r in range(4)
+                    ]
+                    _multiply_add(builder, sums, weights, vectors)
+                for row, out in zip(sums, outs, strict=True):
+                    for v, slot in enumerate(row):
+                        target = _at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES))
+                        builder.store(builder.load(slot), target, align=4)
+
+        whole = builder.udiv(width, ir.Constant(_I64, _ACROSS * _LANES))
+        done = builder.mul(whole, ir.Constant(_I64, _ACROSS * _LANES))
+        columns(ir.Constant(_I64, 0), whole, _ACROSS)
+        rest = builder.udiv(builder.sub(width, done), ir.Constant(_I64, VALUE_STEP))
+        columns(done, rest, VALUE_STEP // _LANES)
         return context.get_dummy_value()
 
     i = types.int64
@@ -445,7 +457,7 @@ def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, par
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def pointer_to(typing_context: Any, address: Any) -> Any:
     """An integer as the pointer that it is."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -455,7 +467,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _take(typing_context: Any, address: Any) -> Any:
+def take_number(typing_context: Any, address: Any) -> Any:
     """Add 1 to the int64 at an address, atomically; returns what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -479,20 +491,20 @@ def _worker(packet: Any) -> None:
         p[17],
         p[18],
     )
-    plan = carray(_pointer(p[1]), 8, np.int64)
-    query = carray(_pointer(p[2]), (rows, heads, head_dim), np.float32)
-    keys = carray(_pointer(p[3]), (blocks, kv_heads, head_dim, BLOCK), np.float32)
-    values = carray(_pointer(p[4]), (blocks, kv_heads, BLOCK, value_dim), np.float32)
-    out = carray(_pointer(p[5]), (rows, heads, p[19]), np.float32)
-    path = carray(_pointer(p[6]), (paths, paths), np.int32)
-    depths = carray(_pointer(p[7]), rows, np.int32)
+    plan = carray(pointer_to(p[1]), 8, np.int64)
+    query = carray(pointer_to(p[2]), (rows, heads, head_dim), np.float32)
+    keys = carray(pointer_to(p[3]), (blocks, kv_heads, head_dim, BLOCK), np.float32)
+    values = carray(pointer_to(p[4]), (blocks, kv_heads, BLOCK, value_dim), np.float32)
+    out = carray(pointer_to(p[5]), (rows, heads, p[19]), np.float32)
+    path = carray(pointer_to(p[6]), (paths, paths), np.int32)
+    depths = carray(pointer_to(p[7]), rows, np.int32)
     total = rows * (heads // kv_heads)
-    part_maxima = carray(_pointer(p[8]), (segments, kv_heads, total), np.float32)
-    part_sums = carray(_pointer(p[9]), (segments, kv_heads, total), np.float32)
-    part_acc = carray(_pointer(p[10]), (segments, kv_heads, total + 4, value_dim), np.float32)
-    scale = carray(_pointer(p[20]), 1, np.float32)[0]
+    part_maxima = carray(pointer_to(p[8]), (segments, kv_heads, total), np.float32)
+    part_sums = carray(pointer_to(p[9]), (segments, kv_heads, total), np.float32)
+    part_acc = carray(pointer_to(p[10]), (segments, kv_heads, total + 4, value_dim), np.float32)
+    scale = carray(pointer_to(p[20]), 1, np.float32)[0]
     while True:
-        number = _take(p[21])
+        number = take_number(p[21])
         if number >= p[0]:
             break
         _task(number, plan, query, keys, values, out, path, depths, scale, part_maxima, part_sums, part_acc)
