@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -66,6 +66,8 @@ _FLOAT32, _BFLOAT16, _FLOAT16, _LEVELS8, _LEVELS4 = range(5)
 _GROUP_BYTES = np.array([GROUP * PANEL * b // 8 + (8 * PANEL if b <= 8 else 0) for b in _BITS], np.int64)
 
 _FLAGS: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+_HELD = tuple(form for form in range(len(FORMATS)) if HALVES or form != _FLOAT16)
+_ROWS = (1, 2, 4, 8)[: 4 if MOST_ROWS == 8 else 3]
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I64, _I32, _I16, _I8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -197,82 +199,65 @@ class _Tile:
         self.each(weights, depth, use)
 
 
-def _tile(rows: int, form: int) -> Any:
-    """The intrinsic of a tile. Addresses of: x float32 [rows, stride bytes], weights, c float32 [rows, PANEL];
-    while it runs, `ahead` on is fetched into the cache, `step` bytes for each input."""
-
-    @intrinsic
-    def tile(
-        typing_context: Any, x: Any, stride: Any, weights: Any, c: Any, depth: Any, ahead: Any, step: Any
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, rows, form).run(*args)
-            return context.get_dummy_value()
-
-        i = types.int64
-        return types.void(i, i, i, i, i, i, i), generate
-
-    return tile
+def _for_each(builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]) -> None:
+    """The code of each case, run where the value is that."""
+    for case in cases:
+        with builder.if_then(builder.icmp_signed("==", value, ir.Constant(_I64, case))):
+            generate(case)
 
 
-def _unpacking(form: int) -> Any:
-    """The intrinsic that unpacks `depth` inputs of a panel to float32 at an address."""
+@intrinsic
+def _tile(
+    typing_context: Any, form: Any, rows: Any, x: Any, stride: Any, weights: Any, c: Any, depth: Any, ahead: Any,
+    step: Any,
+) -> Any:  # fmt: skip
+    """c[r] += x[r, :depth] @ weights for 1, 2, 4 or MOST_ROWS rows.
 
-    @intrinsic
-    def unpack(typing_context: Any, weights: Any, target: Any, depth: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, 0, form).unpack(*args)
-            return context.get_dummy_value()
+    Addresses of: x float32 [rows, stride bytes], weights in this format, c float32 [rows, PANEL]. While it runs `ahead`
+    is fetched into the cache, `step` bytes for each input.
+    """
 
-        i = types.int64
-        return types.void(i, i, i), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        form, rows, *rest = args
+        _for_each(
+            builder, form, _HELD,
+            lambda f: _for_each(builder, rows, _ROWS, lambda r: _Tile(builder, r, f).run(*rest)),
+        )  # fmt: skip
+        return context.get_dummy_value()
 
-    return unpack
-
-
-def _panel_of(form: int) -> Callable[..., None]:
-    """A pass of all rows over `depth` inputs of a panel stored in this format, in tiles of 8, 4, 2 and 1 rows."""
-    one, two, four, most = (_tile(rows, form) for rows in (1, 2, 4, MOST_ROWS))
-    unpack = _unpacking(form)
-    plain = _tile(MOST_ROWS, _FLOAT32)
-    levels = form in (_LEVELS8, _LEVELS4)
-
-    @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **_FLAGS)
-    def panel(
-        x: int, stride: int, rows: int, weights: int, c: int, depth: int, ahead: int, step: int, scratch: int
-    ) -> None:
-        part = depth * step
-        unpacked = False
-        if levels and rows > MOST_ROWS:  # else unpacked once a tile, while the memory is waited for
-            unpack(weights, scratch, depth)
-            unpacked = True
-        while rows > 0:
-            if rows >= MOST_ROWS:
-                taken = MOST_ROWS
-                if unpacked:
-                    plain(x, stride, scratch, c, depth, ahead, step)
-                else:
-                    most(x, stride, weights, c, depth, ahead, step)
-            elif rows >= 4:
-                taken = 4
-                four(x, stride, weights, c, depth, ahead, step)
-            elif rows >= 2:
-                taken = 2
-                two(x, stride, weights, c, depth, ahead, step)
-            else:
-                taken = 1
-                one(x, stride, weights, c, depth, ahead, step)
-            rows -= taken
-            x += taken * stride
-            c += taken * PANEL * 4
-            ahead += part
-
-    return panel
+    return types.void(*[types.int64] * 9), generate
 
 
-_float32_panel, _bfloat16_panel = _panel_of(_FLOAT32), _panel_of(_BFLOAT16)
-_float16_panel = _panel_of(_FLOAT16 if HALVES else _FLOAT32)  # never called without HALVES
-_levels8_panel, _levels4_panel = _panel_of(_LEVELS8), _panel_of(_LEVELS4)
+@intrinsic
+def _unpack(typing_context: Any, form: Any, weights: Any, target: Any, depth: Any) -> Any:
+    """The weights of `depth` inputs of a panel of levels, as float32 [depth, PANEL] at the target's address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        form, *rest = args
+        _for_each(builder, form, (_LEVELS8, _LEVELS4), lambda f: _Tile(builder, 0, f).unpack(*rest))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **_FLAGS)
+def _panel(
+    form: int, x: int, stride: int, rows: int, weights: int, c: int, depth: int, ahead: int, step: int, scratch: int
+) -> None:
+    """A pass of all rows over `depth` inputs of a panel, in tiles of MOST_ROWS, 4, 2 and 1 rows.
+
+    scratch: the address of float32 [DEPTH, PANEL]. More than a tile of rows would unpack levels more than once.
+    """
+    if rows > MOST_ROWS and form >= _LEVELS8:
+        _unpack(form, weights, scratch, depth)
+        form, weights = _FLOAT32, scratch
+    while rows > 0:
+        taken = MOST_ROWS if rows >= MOST_ROWS else 4 if rows >= 4 else 2 if rows >= 2 else 1
+        _tile(form, taken, x, stride, weights, c, depth, ahead, step)
+        rows -= taken
+        x += taken * stride
+        c += taken * PANEL * 4
+        ahead += depth * step
 
 
 @kernel("void(CPointer(int64))", callback=True, **_FLAGS)
@@ -307,16 +292,7 @@ def _worker(packet: Any) -> None:
                 ahead = weights + following * size
             else:
                 ahead = place
-            if form == _FLOAT32:
-                _float32_panel(x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
-            elif form == _BFLOAT16:
-                _bfloat16_panel(x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
-            elif form == _FLOAT16:
-                _float16_panel(x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
-            elif form == _LEVELS8:
-                _levels8_panel(x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
-            else:
-                _levels4_panel(x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
+            _panel(form, x + first * 4, stride, rows, place, c, depth, ahead, step, scratch)
             place += block
         begin = number * PANEL
         width = min(PANEL, outputs - begin)

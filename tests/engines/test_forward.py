@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.engines import forward_cpu
+from agentspec.engines.linear import Linear
 from agentspec.engines.forward import Forward, StockForward, paths_of
 from agentspec.errors import EngineError, UnsupportedModelError
 
@@ -353,33 +354,26 @@ def _assert_stock_and_unharmed(forward: Forward, reason: str) -> None:
     assert forward.model.lm_head.weight is forward.model.model.embed_tokens.weight
 
 
-def test_a_torch_without_the_operators_serves_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    forward = Forward.load(copy.deepcopy(reference("llama-odd")))
-    _assert_stock_and_unharmed(forward, "no packed linears")
-
-
 def test_without_the_compiler_it_serves_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     forward = Forward.load(copy.deepcopy(reference("llama-odd")))
     _assert_stock_and_unharmed(forward, "NUMBA_DISABLE_JIT")
 
 
-def test_operators_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = forward_cpu.PackedLinear.apply_rows
-    monkeypatch.setattr(forward_cpu.PackedLinear, "apply_rows", lambda self, x: right(self, x) * 1.01)
+def test_linears_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, x, y, team=None: np.multiply(right(self, x, y, team), 1.01, y))
     forward = Forward.load(copy.deepcopy(reference("llama-odd")))
     _assert_stock_and_unharmed(forward, "differ from transformers'")
 
 
 def test_rows_that_depend_on_their_number_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = forward_cpu.PackedLinear.apply_rows
+    right = Linear.__call__
 
-    def wobbling(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = right(self, x)
-        return y + 1e-6 if x.numel() // self.in_features > 20 else y
+    def wobbling(self: Linear, x: np.ndarray, y: np.ndarray, team: Any = None) -> np.ndarray:
+        return np.add(right(self, x, y, team), 1e-6 if len(x) > 4 else 0.0, y)
 
-    monkeypatch.setattr(forward_cpu.PackedLinear, "apply_rows", wobbling)
+    monkeypatch.setattr(Linear, "__call__", wobbling)
     forward = Forward.load(copy.deepcopy(reference("llama")))
     assert isinstance(forward, forward_cpu.PackedForward)
     assert not forward.row_invariant and "not row-invariant" in forward.description
