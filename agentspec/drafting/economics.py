@@ -193,7 +193,8 @@ class CostCurve:
     def _values(self, n: NDArray[Any]) -> NDArray[np.float64]:
         widths, costs = list(self.points), list(self.points.values())
         slope = max(0.0, (costs[-1] - costs[-2]) / (widths[-1] - widths[-2])) if len(widths) > 1 else 0.0
-        return np.interp(n, widths, costs) + slope * np.maximum(0, n - widths[-1])
+        values: NDArray[np.float64] = np.interp(n, widths, costs) + slope * np.maximum(0, n - widths[-1])
+        return values
 
     def best_width(self, acceptance: Sequence[float], cost: float = 0.0) -> int:
         """The n that maximises (1 + sum of the first n path probabilities) / (v(n + 1) + cost)."""

@@ -91,7 +91,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
+        return bool(self.parents.tolist() == list(range(-1, len(self.tokens) - 1)))
 
     @property
     def depths(self) -> NDArray[np.int32]:

@@ -192,55 +192,111 @@ def _accumulate(
     return types.void(i, i, i, i, i, i, i, i), generate
 
 
-@kernel(f"void({_V}, int32[::1], {_V})", **_FLAGS)
-def _exp(s: Any, bits: Any, power: Any) -> None:
-    """exp of 64 values <= 0, in place. power is bits (int32[64]) seen as float32."""
-    for j in range(BLOCK):
-        x = max(s[j], _SMALLEST)
-        k = (x * _LOG2E + _ROUND) - _ROUND
-        r = (x - k * _LN2_HIGH) - k * _LN2_LOW
-        p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-        s[j] = p * (r * r) + r + _ONE
-        bits[j] = (np.int32(k) + np.int32(127)) << np.int32(23)
-    for j in range(BLOCK):
-        s[j] = s[j] * power[j]
+def _every(value: Any) -> Any:
+    """A vector of this float32 in all lanes."""
+    return ir.Constant(_VECTOR, [float(value)] * _LANES)
 
 
-@kernel(f"UniTuple(float32, 2)({_V}, int64, int64, float32, int32[::1], {_V}, {_V})", **_FLAGS)
-def _weights(s: Any, first: int, last: int, maximum: Any, bits: Any, power: Any, t: Any) -> Any:
-    """Scores to weights exp(s - m) in place, 0 outside [first, last). Returns (the new running maximum m, their sum).
+def _exp_of(builder: Any, x: Any) -> Any:
+    """exp of a vector of values <= 0; 0 below _SMALLEST."""
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+    integers = ir.VectorType(ir.IntType(32), _LANES)
+    tiny = builder.fcmp_ordered("<", x, _every(_SMALLEST))
+    x = builder.select(tiny, _every(_SMALLEST), x)
+    k = builder.fsub(builder.call(fma, [x, _every(_LOG2E), _every(_ROUND)]), _every(_ROUND))
+    r = builder.call(fma, [k, _every(-_LN2_HIGH), x])
+    r = builder.call(fma, [k, _every(-_LN2_LOW), r])
+    p = _every(_C0)
+    for c in (_C1, _C2, _C3, _C4, _C5):
+        p = builder.call(fma, [p, r, _every(c)])
+    p = builder.fadd(builder.call(fma, [p, builder.fmul(r, r), r]), _every(_ONE))
+    exponent = builder.add(builder.fptosi(k, integers), ir.Constant(integers, [127] * _LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * _LANES)), _VECTOR)
+    return builder.select(tiny, _every(_ZERO), builder.fmul(p, power))
 
-    Sums and maxima go by halves (64, 32, 16, ...): vector code, and one order whatever is masked.
+
+def _block(builder: Any, address: Any) -> list[Any]:
+    """Pointers to the vectors of 64 floats."""
+    return [_at(builder, address, _VECTOR, ir.Constant(_I64, begin)) for begin in range(0, BLOCK, _LANES)]
+
+
+def _folded(builder: Any, vectors: list[Any], join: Any) -> Any:
+    """Join 64 values by halves (64, 32, ..., 1), the same order whatever the vectors' width."""
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        vectors = [join(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
+    (last,) = vectors
+    width = _LANES
+    while width > 1:
+        width //= 2
+        low, high = (
+            builder.shuffle_vector(
+                last, last, ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(begin, begin + width)))
+            )
+            for begin in (0, width)
+        )
+        last = join(low, high)
+    return builder.extract_element(last, ir.Constant(ir.IntType(32), 0))
+
+
+@intrinsic
+def _gated(typing_context: Any, g: Any, u: Any, out: Any, width: Any) -> Any:
+    """out = silu(g) * u over `width` floats at these addresses, a multiple of a vector's.
+
+    sigmoid(g) is 1 / (1 + e^-g); for g < 0 as e^g / (1 + e^g), so that the exponent is never positive.
     """
-    if last < BLOCK:
-        for j in range(last, BLOCK):
-            s[j] = _MASKED
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *addresses, width = args
+        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_I64, _LANES))) as loop:
+            place = builder.mul(loop.index, ir.Constant(_I64, _LANES))
+            g, u, out = (_at(builder, address, _VECTOR, place) for address in addresses)
+            x = builder.load(g, align=4)
+            positive = builder.fcmp_ordered(">=", x, _every(_ZERO))
+            e = _exp_of(builder, builder.select(positive, builder.fneg(x), x))
+            share = builder.fdiv(builder.select(positive, _every(_ONE), e), builder.fadd(e, _every(_ONE)))
+            builder.store(builder.fmul(builder.fmul(x, share), builder.load(u, align=4)), out, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def _softmax(typing_context: Any, s: Any, maximum: Any) -> Any:
+    """64 scores at an address to exp(s - m) in place, m the larger of `maximum` and theirs: (m, the sum of them)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        pointers = _block(builder, args[0])
+        scores = [builder.load(pointer, align=4) for pointer in pointers]
+        m = larger(_folded(builder, scores, larger), args[1])
+        every = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), m, ir.Constant(ir.IntType(32), 0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+        every = builder.shuffle_vector(every, ir.Constant(_VECTOR, ir.Undefined), zeros)
+        weights = [_exp_of(builder, builder.fsub(score, every)) for score in scores]
+        for pointer, weight in zip(pointers, weights, strict=True):
+            builder.store(weight, pointer, align=4)
+        return context.make_tuple(builder, signature.return_type, [m, _folded(builder, weights, builder.fadd)])
+
+    return types.UniTuple(types.float32, 2)(types.int64, types.float32), generate
+
+
+@kernel([f"int64({_V})", f"int64({_M})"], **_FLAGS)
+def _address(array: Any) -> int:
+    return np.int64(array.ctypes.data)
+
+
+@kernel(f"UniTuple(float32, 2)({_V}, int64, int64, float32)", **_FLAGS)
+def _weights(s: Any, first: int, last: int, maximum: Any) -> Any:
+    """Scores to weights exp(s - m) in place, 0 outside [first, last). Returns (the new running maximum m, their sum)."""
+    for j in range(last, BLOCK):
+        s[j] = _MASKED
     for j in range(first):
         s[j] = _MASKED
-    for j in range(32):
-        t[j] = max(s[j], s[j + 32])
-    for j in range(16):
-        t[j] = max(t[j], t[j + 16])
-    for j in range(8):
-        t[j] = max(t[j], t[j + 8])
-    m = max(max(max(t[0], t[4]), max(t[1], t[5])), max(max(t[2], t[6]), max(t[3], t[7])))
-    m = max(m, maximum)
-    for j in range(BLOCK):
-        s[j] = s[j] - m
-    _exp(s, bits, power)
-    if last < BLOCK:
-        for j in range(last, BLOCK):
-            s[j] = _ZERO
-    for j in range(first):
-        s[j] = _ZERO
-    for j in range(32):
-        t[j] = s[j] + s[j + 32]
-    for j in range(16):
-        t[j] = t[j] + t[j + 16]
-    for j in range(8):
-        t[j] = t[j] + t[j + 8]
-    total = ((t[0] + t[4]) + (t[1] + t[5])) + ((t[2] + t[6]) + (t[3] + t[7]))
-    return m, total
+    return _softmax(_address(s), maximum)
 
 
 @kernel(f"void({_T}, {_T}, float32[:, :, :], float32[:, :, :], int64)", **_FLAGS)
@@ -286,11 +342,6 @@ def _gather(
                 to_values[j, d] = values[block, head, k, d]
 
 
-@kernel([f"int64({_V})", f"int64({_M})"], **_FLAGS)
-def _address(array: Any) -> int:
-    return np.int64(array.ctypes.data)
-
-
 @kernel(
     f"void({_C}, {_T}, {_T}, int64, int64, int64, int64, int64, int64, {_PATHS}, {_DEPTHS}, int64, float32, {_V}, {_V}, {_M})",
     **_FLAGS,
@@ -314,9 +365,6 @@ def _segment(
     s = np.empty((4, BLOCK), np.float32)
     factors = np.empty(4, np.float32)
     tile = np.empty(4, np.int64)
-    bits = np.empty(BLOCK, np.int32)
-    power = bits.view(np.float32)
-    t = np.empty(32, np.float32)
     row_keys = np.empty((head_dim, BLOCK) if tree else (0, 0), np.float32)
     row_values = np.empty((BLOCK, value_dim) if tree else (0, 0), np.float32)
     at_s, at_acc, at_factors = _address(s), _address(acc), _address(factors)
@@ -372,7 +420,7 @@ def _segment(
                             s[c, j] = _ZERO
                         factors[c] = _ONE
                     else:
-                        m, block_sum = _weights(s[c], first, last, maxima[tile[c]], bits, power, t)
+                        m, block_sum = _weights(s[c], first, last, maxima[tile[c]])
                         factors[c] = np.exp(maxima[tile[c]] - m)
                         maxima[tile[c]] = m
                         sums[tile[c]] = sums[tile[c]] * factors[c] + block_sum
@@ -657,23 +705,19 @@ def add_norm(x: Any, change: Any, weight: Any, epsilon: Any, out: Any) -> None:
 def gate(joined: Any, rows: int, out: Any) -> None:
     """out[i] = silu(g) * u, where joined[i] is g and u one after the other, float32 [.., 2 * width]."""
     width = joined.shape[1] // 2
-    s = np.empty(BLOCK, np.float32)
-    g = np.zeros(BLOCK, np.float32)
-    bits = np.empty(BLOCK, np.int32)
-    power = bits.view(np.float32)
+    whole = width // BLOCK * BLOCK
+    rest = np.zeros((2, BLOCK), np.float32)
+    at_rest = _address(rest)
     for i in range(rows):
-        for begin in range(0, width, BLOCK):
-            size = min(BLOCK, width - begin)
-            for j in range(size):
-                g[j] = joined[i, begin + j]
-            for j in range(BLOCK):
-                s[j] = -abs(g[j])
-            _exp(s, bits, power)
-            for j in range(BLOCK):
-                # sigmoid(g) is 1 / (1 + e^-g); for g < 0 as e^g / (1 + e^g), so that the exponent is never positive
-                s[j] = g[j] * ((_ONE if g[j] >= _ZERO else s[j]) / (_ONE + s[j]))
-            for j in range(size):
-                out[i, begin + j] = s[j] * joined[i, width + begin + j]
+        at_g, at_out = _address(joined[i]), _address(out[i])
+        _gated(at_g, at_g + 4 * width, at_out, whole)
+        for j in range(whole, width):
+            rest[0, j - whole] = joined[i, j]
+            rest[1, j - whole] = joined[i, width + j]
+        if whole < width:
+            _gated(at_rest, at_rest + 4 * BLOCK, at_rest, BLOCK)
+        for j in range(whole, width):
+            out[i, j] = rest[0, j - whole]
 
 
 @kernel(f"void({_M}, int64, {_M}, {_M}, {_V}, {_V}, float32, {_C}, {_T}, {_T}, int64)", **_FLAGS)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentspec.engines import forward_cpu
-from agentspec.engines.linear import Linear
 from agentspec.engines.forward import Forward, StockForward, paths_of
+from agentspec.engines.linear import Linear
 from agentspec.errors import EngineError, UnsupportedModelError
 
 pytestmark = pytest.mark.fast

@@ -19,7 +19,6 @@ from agentspec.engines import linear
 from agentspec.engines.linear import Linear
 from agentspec.engines.team import Team, ThreadTeam, torch_team
 
-
 ROOT = Path(__file__).parents[2]
 QUANTISED = {"Q4_0": "levels4", "Q4_1": "levels4", "Q5_0": "levels8", "Q5_1": "levels8", "Q8_0": "levels8"}
 
