@@ -55,6 +55,7 @@ __all__ = [
     "VocabularyMismatchError",
     "nearest",
     "shown",
+    "spread",
 ]
 
 
@@ -72,6 +73,11 @@ def shown(value: Any, most: int = 80) -> str:
     except Exception:  # whatever somebody's __repr__ may raise
         return f"one of type {type(value).__name__} that can't be written"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def spread(low: Any, high: Any) -> str:
+    """Numbers from low to high as a message quotes them: low..high, or the one that both are."""
+    return shown(low) if low == high else f"{shown(low)}..{shown(high)}"
 
 
 class AgentSpecError(Exception):

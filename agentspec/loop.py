@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 from agentspec import telemetry
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, shown
 
 __all__ = ["Seed", "Trajectory", "agent_loop", "as_text", "current_trajectory", "seed", "tool", "trajectory"]
 
@@ -60,7 +60,7 @@ class Trajectory:
             if (value is not None or what == "name") and (not isinstance(value, str) or not value or "\0" in value):
                 raise InvalidRequestError(
                     f"trajectory {what}: needed a non-empty string without NUL{'' if what == 'name' else ' or None'}, "
-                    f"got {value!r:.80}"
+                    f"got {shown(value)}"
                 )
         self.id = id if id is not None else uuid.uuid4().hex
         self.namespace = namespace
@@ -78,9 +78,9 @@ class Trajectory:
         decoded file) counts as "?": a guess never fails a call. Raises InvalidRequestError for what is neither.
         """
         if source not in _SOURCES:
-            raise InvalidRequestError(f"seed source: needed one of {', '.join(_SOURCES)}, got {source!r}")
+            raise InvalidRequestError(f"seed source: needed one of {', '.join(_SOURCES)}, got {shown(source)}")
         if isinstance(content, str):
-            content = content.encode("utf-8", "replace").decode("utf-8")
+            content = str.encode(content, "utf-8", "replace").decode("utf-8")  # not as a subclass may encode
         else:
             try:
                 if isinstance(content, (bytes, bytearray)):
@@ -88,11 +88,11 @@ class Trajectory:
                 content = tuple(operator.index(i) for i in content)
             except TypeError as error:
                 raise InvalidRequestError(
-                    f"seed: needed text or a sequence of token ids (whole numbers), got {content!r:.80}; "
+                    f"seed: needed text or a sequence of token ids (whole numbers), got {shown(content)}; "
                     f"decode bytes to text first"
                 ) from error
             if content and min(content) < 0:
-                raise InvalidRequestError(f"seed: token ids are >= 0, got {min(content)}")
+                raise InvalidRequestError(f"seed: token ids are >= 0, got {shown(min(content))}")
         if content:
             with self._lock:
                 self._seeds.append(Seed(content, source))
@@ -148,7 +148,7 @@ def _namespace(namespace: str | bool | None, name: str | None) -> str | None:
     if namespace is None:
         return name
     if not isinstance(namespace, str) or not namespace:
-        raise InvalidRequestError(f"namespace: needed a name, None or False, got {namespace!r}")
+        raise InvalidRequestError(f"namespace: needed a name, None or False, got {shown(namespace)}")
     return namespace
 
 
@@ -359,7 +359,7 @@ def as_text(value: Any) -> str:
     """What a tool returned, as draft material: text as it is, anything else as JSON where it can; "" where it has no
     text. Never raises: a tool doesn't fail for being remembered."""
     if isinstance(value, str):
-        return value
+        return str.__str__(value)  # not as a subclass may write itself
     if isinstance(value, (bytes, bytearray)):
         return bytes(value).decode("utf-8", "replace")
     writers: tuple[Callable[[Any], str], ...] = (functools.partial(json.dumps, ensure_ascii=False), str)

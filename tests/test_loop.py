@@ -31,7 +31,7 @@ def test_namespace_defaults(given, expected):
         assert t.namespace == expected
 
 
-@pytest.mark.parametrize("bad", [{"id": ""}, {"id": 3}, {"namespace": ""}, {"namespace": 7}])
+@pytest.mark.parametrize("bad", [{"id": ""}, {"id": 3}, {"namespace": ""}, {"namespace": 7}, {"namespace": 10**5000}])
 def test_bad_ids_and_namespaces(bad):
     with pytest.raises(InvalidRequestError), agentspec.trajectory(**bad):
         pass
@@ -45,6 +45,8 @@ def test_seed_needs_a_trajectory():
         agentspec.seed([1, 2, 3], source="tool")
         with pytest.raises(InvalidRequestError, match="seed source"):
             agentspec.seed("x", source="nonsense")
+        with pytest.raises(InvalidRequestError, match="seed source"):
+            agentspec.seed("x", source=10**5000)
         with pytest.raises(InvalidRequestError, match="needed text or a sequence"):
             agentspec.seed(5)
     assert [(s.content, s.source) for s in t.seeds_from(0)] == [("text", "seed"), ((1, 2, 3), "tool")]
@@ -206,6 +208,14 @@ def test_tasks_and_threads_inherit():
         assert found[1] is t
 
 
+class Odd(str):
+    def encode(self, *_):
+        raise LookupError("no bytes")
+
+    def __str__(self):
+        raise LookupError("no words")
+
+
 class Mute:
     def __str__(self):
         raise LookupError("no words")
@@ -218,7 +228,7 @@ def _deep():
     return value
 
 
-@pytest.mark.parametrize("make", [Mute, _deep, lambda: 10**5000, lambda: {"a": {1, 2}, "b": Mute}])
+@pytest.mark.parametrize("make", [Mute, lambda: Odd("text"), _deep, lambda: 10**5000, lambda: {"a": {1, 2}, "b": Mute}])
 def test_a_tool_does_not_fail_for_what_it_returns(make):
     value = make()
     with agentspec.trajectory() as t:

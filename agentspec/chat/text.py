@@ -10,7 +10,7 @@ __all__ = ["encodable"]
 def encodable(what: str, text: str) -> str:
     """The text as it is. Raises InvalidRequestError for half a surrogate pair, which no encoding of a text has."""
     try:
-        text.encode("utf-8")
+        str.encode(text, "utf-8")  # not as a subclass may encode
     except UnicodeEncodeError as error:
         around = text[max(0, error.start - 20) : error.start + 20]
         raise InvalidRequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, encodable, prepare
-from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError, nearest, shown
+from agentspec.errors import ContextLengthError, InvalidRequestError, UnknownOptionError, nearest, shown, spread
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import Span
 
@@ -151,7 +152,7 @@ class GenerationRequest:
             raise InvalidRequestError(f"logit_bias: needed a mapping of ids to numbers, got {shown(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             whole_number("logit_bias: an id", token, 0)
-            if bias != -math.inf:
+            if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
                 _number(f"logit_bias of {shown(token)}", bias, -MOST_BIAS, MOST_BIAS, kind="-inf or a number")
         stops = (self.stop,) if isinstance(self.stop, str) and self.stop else self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence):
@@ -171,7 +172,7 @@ class GenerationRequest:
         known = {f.name for f in fields(cls)}
         for name in options:
             if name not in known:
-                raise UnknownOptionError(f"unknown option {name}: {nearest(name, known)}")
+                raise UnknownOptionError(f"unknown option {shown(name)}: {nearest(name, known)}")
         return cls(**options)
 
     @property
@@ -213,7 +214,7 @@ def check_fits(request: GenerationRequest, vocabulary: int, room: int, why: str)
     for name, values in named.items():
         if values and not 0 <= min(values) <= max(values) < vocabulary:
             raise InvalidRequestError(
-                f"{name}: this model's ids are 0..{vocabulary - 1}, got {shown(min(values))}..{shown(max(values))}"
+                f"{name}: this model's ids are 0..{vocabulary - 1}, got {spread(min(values), max(values))}"
             )
     if request.top_logprobs > vocabulary:
         raise InvalidRequestError(f"top_logprobs: the vocabulary has {vocabulary}, got {shown(request.top_logprobs)}")
@@ -285,8 +286,12 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None, optio
     """Raise InvalidRequestError unless value is a whole number in low..high (or, if optional, None)."""
     if optional and value is None:
         return
-    good = not isinstance(value, bool) and hasattr(value, "__index__")
-    if not good or value < low or (high is not None and value > high):
+    try:
+        operator.index(value)
+        good = not (isinstance(value, bool) or value < low or (high is not None and value > high))
+    except Exception:  # whatever somebody's __index__ or comparison may raise
+        good = False
+    if not good:
         span = f">= {low}" if high is None else f"from {low} to {high}"
         span += " or None" if optional else ""
         raise InvalidRequestError(f"{name}: needed a whole number {span}, got {shown(value)}")

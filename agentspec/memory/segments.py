@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, shown, spread
 from agentspec.memory.kernels import kernel
 
-__all__ = ["Segment", "Source", "Span", "Tokens", "as_source", "as_tokens", "cover"]
+__all__ = ["WHOLE", "Segment", "Source", "Span", "Tokens", "as_source", "as_tokens", "cover"]
 
 Tokens = Sequence[int] | NDArray[Any]
 
-_WHOLE = (int, np.integer)
+WHOLE = (int, np.integer)
 
 
 class Source(enum.IntEnum):
@@ -78,9 +78,9 @@ def first_negative(ids: Any) -> Any:
 
 def as_source(source: Any) -> Source:
     """A source of tokens that a memory can hold. Raises InvalidRequestError for another."""
-    if isinstance(source, _WHOLE) and source in _HELD_SOURCES:
+    if isinstance(source, WHOLE) and source in _HELD_SOURCES:
         return Source(int(source))
-    raise InvalidRequestError(f"source: needed one of {', '.join(s.name for s in _HELD_SOURCES)}, got {source!r}")
+    raise InvalidRequestError(f"source: needed one of {', '.join(s.name for s in _HELD_SOURCES)}, got {shown(source)}")
 
 
 def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> NDArray[np.int32]:
@@ -101,7 +101,7 @@ def as_tokens(tokens: Iterable[int] | Tokens, what: str = "token ids") -> NDArra
         raise InvalidRequestError(f"{what}: needed a flat sequence of integers, got shape {wide.shape} of {wide.dtype}")
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 2**31 - 1:
-        raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {low}..{high}")
+        raise InvalidRequestError(f"{what}: ids must be in 0..2^31-1, got {spread(low, high)}")
     return np.ascontiguousarray(wide, dtype=np.int32)
 
 
@@ -109,15 +109,18 @@ def cover(length: int, spans: Sequence[Span] | None) -> list[tuple[Span, bool]]:
     """The spans with the gaps between them filled, so that they tile 0..length; False for what was a gap."""
     tiled: list[tuple[Span, bool]] = []
     at = 0
-    for span in spans or ():
-        if not (isinstance(span.start, _WHOLE) and isinstance(span.end, _WHOLE) and isinstance(span.role, str)):
+    spans = () if spans is None else spans
+    if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
+        raise InvalidRequestError(f"spans: needed a list of agentspec.memory.Span or None, got {shown(spans)}")
+    for span in spans:
+        if not (isinstance(span.start, WHOLE) and isinstance(span.end, WHOLE) and isinstance(span.role, str)):
             raise InvalidRequestError(
-                f"spans: needed whole numbers for start and end and text for the role, got {span}"
+                f"spans: needed whole numbers for start and end and text for the role, got {shown(span)}"
             )
         as_source(span.source)
         if span.start < at or span.end < span.start or span.end > length:
             raise InvalidRequestError(
-                f"spans must lie in order, without overlap, inside the prompt of {length} tokens; got {span}"
+                f"spans must lie in order, without overlap, inside the prompt of {length} tokens; got {shown(span)}"
             )
         if span.start > at:
             tiled.append((Span(at, span.start), False))

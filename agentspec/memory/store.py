@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError, VocabularyMismatchError
+from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError, VocabularyMismatchError, shown
 from agentspec.memory import forks, saved
 from agentspec.memory.trajectory import DEFAULT_MAX_TOKENS, SMALLEST_MEMORY, TrajectoryMemory
 
@@ -61,13 +61,17 @@ class MemoryStore:
     ) -> None:
         if not isinstance(budget_bytes, int) or budget_bytes < SMALLEST_BUDGET:
             raise InvalidRequestError(
-                f"budget_bytes: needed at least {SMALLEST_BUDGET} (1 MiB), got {budget_bytes!r}; "
+                f"budget_bytes: needed at least {SMALLEST_BUDGET} (1 MiB), got {shown(budget_bytes)}; "
                 f"a token takes about 24 bytes, so {DEFAULT_BUDGET} holds some 20 million"
             )
         if not isinstance(namespace_tokens, int) or namespace_tokens < SMALLEST_MEMORY:
             raise InvalidRequestError(
-                f"namespace_tokens: needed at least {SMALLEST_MEMORY}, got {namespace_tokens!r}; "
+                f"namespace_tokens: needed at least {SMALLEST_MEMORY}, got {shown(namespace_tokens)}; "
                 "open memories with namespace=None to share nothing"
+            )
+        if fingerprint is not None and not isinstance(fingerprint, str):
+            raise InvalidRequestError(
+                f"fingerprint: needed text or None, got {shown(fingerprint)}; vocabulary_fingerprint(tokenizer) makes it"
             )
         self.budget_bytes = budget_bytes
         self.fingerprint = fingerprint
@@ -382,4 +386,4 @@ class MemoryStore:
 
 def _check_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not name or "\0" in name:
-        raise InvalidRequestError(f"{what}: needed a string without NUL, and not an empty one, got {name!r}")
+        raise InvalidRequestError(f"{what}: needed a string without NUL, and not an empty one, got {shown(name)}")

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError
+from agentspec.errors import IntegrityError, InvalidRequestError, MemoryBudgetError, shown
 from agentspec.memory import forks, runs
 from agentspec.memory.index import LEAD, MAX_TOKENS, SEAM, MatchIndex
 from agentspec.memory.matches import Copied, Matches
 from agentspec.memory.saved import SavedMemory
 from agentspec.memory.search import copy_longest, find
-from agentspec.memory.segments import Segment, Source, Span, Tokens, as_source, as_tokens, cover
+from agentspec.memory.segments import WHOLE, Segment, Source, Span, Tokens, as_source, as_tokens, cover
 
 __all__ = ["Context", "TrajectoryMemory"]
 
@@ -136,7 +136,7 @@ class TrajectoryMemory:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
         if not isinstance(max_tokens, int) or not SMALLEST_MEMORY <= max_tokens <= MAX_TOKENS:
-            raise InvalidRequestError(f"max_tokens: needed {SMALLEST_MEMORY}..{MAX_TOKENS}, got {max_tokens!r}")
+            raise InvalidRequestError(f"max_tokens: needed {SMALLEST_MEMORY}..{MAX_TOKENS}, got {shown(max_tokens)}")
         self.id = id
         self.namespace = namespace
         self.shared = shared
@@ -287,9 +287,10 @@ class TrajectoryMemory:
         with self.lock:
             if context.closed or context.memory is not self:
                 raise InvalidRequestError("truncate: this call is closed, or belongs to another memory")
-            if not 0 <= output_length <= len(context.output):
+            if not isinstance(output_length, WHOLE) or not 0 <= output_length <= len(context.output):
                 raise InvalidRequestError(
-                    f"truncate: the output has {len(context.output)} tokens, {output_length} were to remain"
+                    f"truncate: needed a whole number; the output has {len(context.output)} tokens, "
+                    f"{shown(output_length)} were to remain"
                 )
             self._index_again(context, context.prompt_length + output_length)
 
@@ -452,12 +453,13 @@ class TrajectoryMemory:
         min_match, max_match: fewest tokens that have to agree, and most that are counted
         recent:               positions per context length (ORDERS: 1, 2 and 6 tokens), 1..64
         A few microseconds, whatever the memory holds. `context` may belong to another memory (then positions
-        in its own output are found too).
+        in its own output are found too). Raises InvalidRequestError for what are no such numbers.
         """
-        if not 1 <= min_match <= max_match or not 1 <= recent <= 64:
+        whole = isinstance(min_match, WHOLE) and isinstance(max_match, WHOLE) and isinstance(recent, WHOLE)
+        if not whole or not 1 <= min_match <= max_match <= MAX_TOKENS or not 1 <= recent <= 64:
             raise InvalidRequestError(
-                "match: needed 1 <= min_match <= max_match and 1 <= recent <= 64, "
-                f"got {min_match}, {max_match}, {recent}"
+                f"match: needed whole numbers, 1 <= min_match <= max_match <= {MAX_TOKENS} and 1 <= recent <= 64, "
+                f"got {shown(min_match)}, {shown(max_match)}, {shown(recent)}"
             )
         found = np.empty((6 * recent, 5), dtype=np.int32)
         count = self._search(find, context, min_match, max_match, recent, found)
@@ -568,8 +570,10 @@ class TrajectoryMemory:
         self._keep_pieces({name: laid for name, laid in self._pieces.items() if int(laid[:, 2].max()) < size})
 
     def _check_position(self, what: str, position: int) -> None:
-        if not 0 <= position < self._index.size:
-            raise InvalidRequestError(f"{what}: the memory holds {self._index.size} tokens, asked for {position}")
+        if not isinstance(position, WHOLE) or not 0 <= position < self._index.size:
+            raise InvalidRequestError(
+                f"{what}: needed a position in the {self._index.size} tokens that the memory holds, got {shown(position)}"
+            )
 
     def _segment_at(self, position: int) -> int:
         """The row of the segment that begins last at or before a position; -1: none, it is in the first lead-in."""

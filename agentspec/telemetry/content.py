@@ -49,6 +49,7 @@ def text(value: Any, limit: int) -> str:
     """A value as text (JSON where it isn't text), cut, saying by how much."""
     if not isinstance(value, str):
         value = value.decode("utf-8", "replace") if isinstance(value, (bytes, bytearray)) else _dump(value)
+    value = str.__str__(value)  # not as a subclass may write itself
     if len(value) <= limit:
         return str(value)
     note = f"… [{len(value)} characters]"

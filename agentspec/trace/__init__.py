@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import InvalidRequestError, UnknownOptionError, shown
 from agentspec.trace.page import page
 from agentspec.trace.reading import read
 from agentspec.trace.record import record
@@ -43,7 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0; 1 if lines or spans had to be skipped."""
     if args.action == "record":
-        command = args.words[1:] if args.words[:1] == ["--"] else args.words
+        command = list(args.words)
+        while command[:1] in (["--content"], ["--steps"]):  # after FILE they mean what they mean before it
+            setattr(args, command.pop(0)[2:], True)
+        if command[:1] == ["--"]:
+            del command[0]
+        elif command and command[0].startswith("-"):
+            raise UnknownOptionError(
+                f"trace record: unknown option {shown(command[0])}: known are --content, --steps; "
+                "the command comes after them and --, e.g. -- python my_agent.py"
+            )
         if not command:
             raise InvalidRequestError("trace record: needed a command after --, e.g. -- python my_agent.py")
         return record(args.file, command, content=args.content, steps=args.steps)

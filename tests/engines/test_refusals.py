@@ -23,6 +23,14 @@ from tests import tiny
 
 pytestmark = pytest.mark.fast
 
+
+class Odd(str):
+    """A text that can be read, but not in its own words."""
+
+    def encode(self, *_: Any) -> bytes:
+        raise LookupError("no bytes")
+
+
 HALF = "be\ud800fore"
 USER = {"role": "user", "content": "Read notes.txt, please."}
 CURVE = CostCurve.linear(0.1)
@@ -56,6 +64,27 @@ def refused(pattern: str) -> Any:
 def test_options_of_a_chat(engine: Any, name: str, value: Any) -> None:
     with refused(name):
         engine.chat([USER], **{name: value})
+
+
+def test_a_long_name_is_cut(engine: Any) -> None:
+    with refused("unknown option 'xxx") as told:
+        engine.chat([USER], **{"x" * 100_000: 2})
+    assert len(str(told.value)) < 500
+
+
+def test_a_text_is_read_as_the_text_it_is(engine: Any) -> None:
+    """A tool may return a subclass of str whose methods fail: neither its seed nor the call with it does."""
+
+    @agentspec.tool
+    def look() -> str:
+        return Odd("found it")
+
+    with agentspec.trajectory() as mine:
+        chat = [USER, {"role": "tool", "content": look()}]
+        odd = engine.chat(chat, max_tokens=4).result()
+    assert [type(seed.content) for seed in mine.seeds_from(0)] == [str]
+    plain = engine.chat([USER, {"role": "tool", "content": "found it"}], max_tokens=4).result()
+    assert odd.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("value", [None, {"input_ids": [1]}, [1, 2], "text"])
@@ -110,9 +139,14 @@ def test_tool_calls(engine: Any, calls: Any) -> None:
 def test_a_trajectory_complains_where_it_is_made(field: str, value: Any) -> None:
     with refused(field):
         Trajectory(**{field: value})
+    with refused(field) as told:
+        Trajectory(**{field: 10**5000})
+    assert len(str(told.value)) < 300
 
 
-@pytest.mark.parametrize("content", [[1.7], [math.inf], [math.nan], ["a"], b"bytes", [-1], 5, None])
+@pytest.mark.parametrize(
+    "content", [[1.7], [math.inf], [math.nan], ["a"], b"bytes", [-1], [-(10**5000)], [0.5, 10**5000], 5, None]
+)
 def test_seeds(content: Any) -> None:
     with agentspec.trajectory() as mine, refused("seed"):
         agentspec.seed(content)

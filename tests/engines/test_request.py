@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.engines.request import GenerationRequest
+from agentspec.engines.request import GenerationRequest, check_fits
 from agentspec.errors import InvalidRequestError, UnknownOptionError
 
 pytestmark = pytest.mark.fast
+
+
+class Odd:
+    """Calls itself a number, and fails whoever takes it for one."""
+
+    def __index__(self) -> int:
+        raise LookupError("no number")
+
+    def __eq__(self, other: object) -> bool:
+        raise LookupError("nor like any")
+
+    __hash__ = object.__hash__
 
 
 def test_defaults_work() -> None:
@@ -37,6 +49,8 @@ def test_defaults_work() -> None:
         ("presence_penalty", float("nan")), ("frequency_penalty", "much"),
         ("logit_bias", [1, 2]), ("logit_bias", {"a": 1.0}), ("logit_bias", {1: float("nan")}),
         ("logit_bias", {1: float("inf")}), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: "x"}),
+        ("logit_bias", {1: None}), ("logit_bias", {1: np.array([1, 2])}), ("logit_bias", {1: Odd()}),
+        ("logit_bias", {Odd(): 1.0}), ("max_tokens", np.array([1, 2])), ("n", Odd()),
         ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [[]]), ("bad_words", [[-1]]), ("bad_words", [3]),
         ("stop", ""), ("stop", [""]), ("stop", 3), ("stop", [3]),
         ("stop_token_ids", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [[]]), ("stop_token_ids", ["x"]),
@@ -72,7 +86,8 @@ def test_a_bias_out_of_range_says_what_is_needed() -> None:
         InvalidRequestError, match=r"^logit_bias of 5: needed -inf or a number from -1e\+30 to 1e\+30, got"
     ):
         GenerationRequest(input_ids=[1], logit_bias={5: 1e39})
-    assert GenerationRequest(input_ids=[1], logit_bias={5: -math.inf, 6: 1e30}).logit_bias[6] == 1e30
+    never = {5: -math.inf, 6: 1e30, 7: np.float32(-math.inf)}
+    assert GenerationRequest(input_ids=[1], logit_bias=never).logit_bias == never
 
 
 def test_min_above_max() -> None:
@@ -85,6 +100,16 @@ def test_unknown_option_is_an_error_with_a_hint() -> None:
         GenerationRequest.of(input_ids=[1], temprature=0.5)
     with pytest.raises(UnknownOptionError, match="known are"):
         GenerationRequest.of(input_ids=[1], zzz=0.5)
+    with pytest.raises(UnknownOptionError, match="unknown option 'xxx") as refused:
+        GenerationRequest.of(input_ids=[1], **{"x" * 100_000: 2})
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(("ids", "told"), [([-1], "got -1"), ([3, -1, 12], "got -1..12")])
+def test_ids_that_a_model_lacks_are_told(ids: list[int], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"input_ids: this model's ids are 0\.\.9") as refused:
+        check_fits(GenerationRequest(input_ids=ids), 10, 100, "so it is")
+    assert str(refused.value).endswith(told)
 
 
 def test_stop_forms() -> None:

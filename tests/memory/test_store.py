@@ -37,22 +37,31 @@ def test_open_returns_the_same_memory() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("budget", [0, -1, MIB - 1, 1.5 * MIB, "1GB", None])
+@pytest.mark.parametrize("budget", [0, -1, MIB - 1, 1.5 * MIB, "1GB", None, pytest.param(-(10**5000), id="long")])
 def test_a_bad_budget_is_refused_with_what_to_set(budget: Any) -> None:
     with pytest.raises(InvalidRequestError, match="budget_bytes: needed at least 1048576"):
         MemoryStore(budget)
 
 
-@pytest.mark.parametrize("most", [0, -5, 1023, 2000.5, "many", None])
+@pytest.mark.parametrize("most", [0, -5, 1023, 2000.5, "many", None, pytest.param(-(10**5000), id="long")])
 def test_a_bad_size_of_what_is_shared_is_refused(most: Any) -> None:
     with pytest.raises(InvalidRequestError, match="namespace_tokens: needed at least 1024"):
         MemoryStore(namespace_tokens=most)
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", 7, None])
+@pytest.mark.parametrize("value", [5, pytest.param(10**5000, id="long")])
+def test_a_bad_fingerprint_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="fingerprint: needed text"):
+        MemoryStore(fingerprint=value)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a\0b", 7, None, pytest.param("x\0" * 100_000, id="long name"), pytest.param(10**5000, id="long")]
+)
 def test_bad_names_are_refused(name: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="id"):
+    with pytest.raises(InvalidRequestError, match="id") as refused:
         MemoryStore().open(name)
+    assert len(str(refused.value)) < 300
     if name is not None:
         with pytest.raises(InvalidRequestError, match="namespace"):
             MemoryStore().open("a", name)

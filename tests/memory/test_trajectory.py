@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -320,6 +321,11 @@ def test_truncate_takes_back_what_was_not_delivered() -> None:
     assert memory.match(context).copy(0, 2)[0].tolist() == [5, 6]
     with pytest.raises(InvalidRequestError, match="4 tokens, 5 were to remain"):
         memory.truncate(context, 5)
+    for length in ("a", None, 1.0, math.nan, 10**5000):
+        with pytest.raises(InvalidRequestError, match="truncate: needed a whole number") as refused:
+            memory.truncate(context, length)  # type: ignore[arg-type]
+        assert len(str(refused.value)) < 300
+    memory.truncate(context, np.int64(4))
     memory.close(context)
     assert memory.tokens.tolist() == [1, 2, 3, 4, 5, 6, 4]
     with pytest.raises(InvalidRequestError, match="closed"):
@@ -490,16 +496,42 @@ def test_bad_spans_are_refused(spans: list[Span]) -> None:
         Span(0, 2, Source.SHARED),
         Span(0, 2, None),  # type: ignore[arg-type]
         Span(0, 2, role=None),  # type: ignore[arg-type]
+        Span(0, 10**5000),
+        Span(0, 2, 10**5000),  # type: ignore[arg-type]
+        Span(0, 2, role=10**5000),  # type: ignore[arg-type]
     ],
 )
 def test_spans_that_can_not_be_are_refused_before_anything_is_held(span: Span) -> None:
     memory = TrajectoryMemory()
-    with pytest.raises(InvalidRequestError, match=r"spans|source: needed one of PROMPT, .*"):
+    with pytest.raises(InvalidRequestError, match=r"spans|source: needed one of PROMPT, .*") as refused:
         memory.extend([*range(100)], [span, Span(50, 60)])
+    assert len(str(refused.value)) < 300
     with pytest.raises(InvalidRequestError, match="source: needed one of PROMPT"):
         memory.seed([1, 2, 3], Source.LANGUAGE)
     assert len(memory) == 0 and memory.segments == () and not memory.in_use
     memory.check()
+
+
+@pytest.mark.parametrize("spans", [[(0, 1)], [Span(0, 1), None], (span for span in [Span(0, 1)]), "ab", 5])
+def test_spans_are_spans(spans: Any) -> None:
+    memory = TrajectoryMemory()
+    with pytest.raises(InvalidRequestError, match=r"spans: needed a list of agentspec\.memory\.Span or None"):
+        memory.extend([1, 2], spans)
+    assert len(memory) == 0 and not memory.in_use
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"recent": 1.5}, {"recent": 65}, {"recent": 10**5000}, {"min_match": "a"}, {"min_match": 0}, {"max_match": 10**5000},
+     {"max_match": None}, {"min_match": 5, "max_match": 4}],
+)  # fmt: skip
+def test_bad_bounds_of_a_match_are_refused(bounds: dict[str, Any]) -> None:
+    memory = TrajectoryMemory()
+    context = memory.extend([1, 2, 1])
+    with pytest.raises(InvalidRequestError, match="match: needed whole numbers") as refused:
+        memory.match(context, **bounds)
+    assert len(str(refused.value)) < 300
+    assert len(memory.match(context, np.int64(1), np.int32(16), np.int8(4))) == 1
 
 
 @pytest.mark.parametrize("after", [True, False])
@@ -560,7 +592,7 @@ def test_what_malloc_left_behind_is_never_read(left: int) -> None:
     assert memory.source_at(0) is Source.OUTPUT
     assert memory.copy(0, 5)[0].tolist() == []
     for position in (-1, len(memory)):
-        with pytest.raises(InvalidRequestError, match="asked for"):
+        with pytest.raises(InvalidRequestError, match="needed a position"):
             memory.source_at(position)
     memory.check()
 
@@ -587,16 +619,18 @@ def test_token_ids_in_every_form() -> None:
         assert ids.tolist() == expected and ids.dtype == np.int32 and ids.flags.c_contiguous
     with pytest.raises(InvalidRequestError, match="got -1 at 1"):
         as_tokens(np.array([3, -1], np.int32))
+    with pytest.raises(InvalidRequestError, match=r"got -1$"):
+        as_tokens([-1])
 
 
 def test_bad_options_are_refused() -> None:
-    for most in (0, 1023, 2**26, 2000.5):
+    for most in (0, 1023, 2**26, 2000.5, 10**5000):
         with pytest.raises(InvalidRequestError, match="max_tokens"):
             TrajectoryMemory(max_tokens=most)
     memory = TrajectoryMemory()
-    for position in (-1, 0):
+    for position in (-1, 0, "a", 10**5000):
         with pytest.raises(InvalidRequestError, match="copy"):
-            memory.copy(position, 3)
+            memory.copy(position, 3)  # type: ignore[arg-type]
 
 
 def test_check_notices_broken_segments() -> None:

@@ -80,6 +80,26 @@ def test_what_cant_be_written_fails_no_tool(spans, monkeypatch, make):
         assert "can't be written" in json.loads(told[name])
 
 
+class Odd(str):
+    def __str__(self):
+        raise LookupError("no words")
+
+    __len__ = __getitem__ = encode = __str__
+
+
+def test_a_text_is_written_as_the_text_it_is(spans, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "true")
+    odd = Odd("found")
+
+    @agentspec.tool
+    def look():
+        return odd
+
+    with agentspec.trajectory(name="a"):
+        assert look() is odd
+    assert spans.named("execute_tool look").attributes["gen_ai.tool.call.result"] == "found"
+
+
 @pytest.mark.parametrize("value", ["true", "SPAN_ONLY", "span_and_event"])
 def test_on_opt_in_messages_as_the_conventions_schema_has_them(spans, monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)

@@ -128,6 +128,20 @@ def test_a_missing_command_and_a_missing_directory(tmp_path):
     assert agentspec("trace", "record", tmp_path / "x.json").returncode == 2
 
 
+@pytest.mark.fast
+def test_options_may_follow_the_file(tmp_path):
+    path = tmp_path / "x.json"
+    done = agentspec("trace", "record", path, "--content", "--steps", "--", *AN_AGENT, "trace")
+    assert done.returncode == 0, done.stderr
+    text = path.read_text(encoding="utf-8")
+    assert "You are terse." in text and '"agentspec.verify_step"' in text
+    for words in ([], ["--"], ["true"]):
+        done = agentspec("trace", "record", path, "--contnet", *words)
+        assert done.returncode == 2
+        assert "unknown option '--contnet': known are --content, --steps; the command comes after" in done.stderr
+    assert agentspec("trace", "record", path, "--content").returncode == 2
+
+
 @pytest.mark.ci
 def test_forked_children_and_threads_are_in_the_file(tmp_path):
     done = agentspec(
