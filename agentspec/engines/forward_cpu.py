@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from agentspec.engines import kernels
+from agentspec.engines import kernels, linear
 from agentspec.engines.forward import (
     Forward,
     KVCache,
@@ -31,7 +31,6 @@ from agentspec.engines.forward import (
     paths_of,
     windows_of,
 )
-from agentspec.engines.linear import Linear
 from agentspec.engines.team import Team, torch_team
 from agentspec.errors import EngineError
 
@@ -157,17 +156,17 @@ def attend(
 
 
 class PackedLinear(nn.Module):
-    """A Linear in a torch linear's place. x float32 [..., in] -> [..., out]."""
+    """A linear.Linear in a torch linear's place. x float32 [..., in] -> [..., out]."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, packed: linear.Linear) -> None:
         super().__init__()
-        self.linear = linear
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, self.linear.inputs).contiguous()
-        y = torch.empty(len(flat), self.linear.outputs)
-        self.linear(flat.numpy(), y.numpy(), _step.team)
-        return y.view(*x.shape[:-1], self.linear.outputs)
+        flat = x.reshape(-1, self.packed.inputs).contiguous()
+        y = torch.empty(len(flat), self.packed.outputs)
+        self.packed(flat.numpy(), y.numpy(), _step.team)
+        return y.view(*x.shape[:-1], self.packed.outputs)
 
 
 class RowwiseActivation(nn.Module):
@@ -300,29 +299,29 @@ class PackedForward(Forward):
         self._undo.append(lambda: setattr(parent, name, old))
         setattr(parent, name, new)
 
-    def _pack(self, linears: Sequence[Any]) -> Linear:
+    def _pack(self, modules: Sequence[Any]) -> linear.Linear:
         """One packed linear for all of them, outputs side by side.
 
         Weights that nothing else uses are freed at once, so memory never holds the model twice.
         """
-        weights = [_weight_of(linear) for linear in linears]
+        weights = [_weight_of(module) for module in modules]
         if any(weight is None for weight in weights):
             raise NotPackable("its linears are not plain float32 ones")
-        biases = [linear.bias for linear in linears]
+        biases = [module.bias for module in modules]
         if any((bias is None) != (biases[0] is None) for bias in biases):
             raise NotPackable("some of its joined linears have a bias and some have none")
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # type: ignore[arg-type]
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-        packed = Linear(weight.numpy(), None if bias is None else bias.numpy())  # type: ignore[union-attr]
+        packed = linear.Linear(weight.numpy(), None if bias is None else bias.numpy())  # type: ignore[union-attr]
         self._formats.add(packed.format)
         embeddings = {m.weight.data_ptr() for m in self.model.modules() if isinstance(m, nn.Embedding)}
         begin = 0
-        for linear, part in zip(linears, weights, strict=True):
+        for module, part in zip(modules, weights, strict=True):
             assert part is not None
             end = begin + part.shape[0]
-            if linear.weight.data_ptr() not in embeddings:
-                self._undo.append(functools.partial(_restore, linear, packed, begin, end))
-                linear.weight = None
+            if module.weight.data_ptr() not in embeddings:
+                self._undo.append(functools.partial(_restore, module, packed, begin, end))
+                module.weight = None
             begin = end
         return packed
 
@@ -449,10 +448,10 @@ class _Layer:
     """One layer's weights. A norm is (weight, epsilon); the query's and key's weights have no length where there is
     no such norm."""
 
-    joined: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    joined: linear.Linear
+    out: linear.Linear
+    gate_up: linear.Linear
+    down: linear.Linear
     first: tuple[np.ndarray, np.float32]
     second: tuple[np.ndarray, np.float32]
     query: tuple[np.ndarray, np.float32]
@@ -467,11 +466,11 @@ def _norm_of(module: Any) -> tuple[np.ndarray, np.float32]:
     return module.weight.detach().numpy().copy(), np.float32(module.variance_epsilon)
 
 
-def _restore(linear: Any, packed: Linear, begin: int, end: int) -> None:
+def _restore(module: Any, packed: linear.Linear, begin: int, end: int) -> None:
     """Give a linear its weight back."""
     weight = torch.from_numpy(packed.dense())[begin:end]
-    weight = weight if type(linear) is nn.Linear else weight.t()
-    linear.weight = nn.Parameter(weight.contiguous().clone(), requires_grad=False)
+    weight = weight if type(module) is nn.Linear else weight.t()
+    module.weight = nn.Parameter(weight.contiguous().clone(), requires_grad=False)
 
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:

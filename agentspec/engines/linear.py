@@ -468,11 +468,11 @@ class Linear:
                 heads, numbers = self._memory.view(np.float32).reshape(shape), self._memory.reshape(shape)
                 _write_levels(weight, steps, bases, _BITS[form], heads, numbers)
                 return form
-        form, kind = _FLOAT32, np.dtype(np.float32)
+        form, kind = _FLOAT32, "f4"
         if not (weight.view(np.uint32) & 0xFFFF).any():
-            form, kind = _BFLOAT16, np.dtype(np.uint16)
+            form, kind = _BFLOAT16, "u2"
         elif HALVES and _is_float16(weight):
-            form, kind = _FLOAT16, np.dtype(np.float16)
+            form, kind = _FLOAT16, "f2"
         self._memory = _aligned(panels * inputs * PANEL * _BITS[form] // 8)
         held = self._memory.view(kind).reshape(panels, inputs, PANEL)
         for panel in range(panels):

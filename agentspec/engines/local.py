@@ -42,6 +42,7 @@ from agentspec.errors import (
 )
 from agentspec.loop import Trajectory, current_trajectory
 from agentspec.memory import MemoryStore, Source, TrajectoryMemory
+from agentspec.memory.kernels import code_name
 
 __all__ = ["LocalEngine"]
 
@@ -445,6 +446,7 @@ class LocalEngine:
             "device": torch.cuda.get_device_name() if self.device.startswith("cuda") else self.device,
             "threads": torch.get_num_threads(),
             "forward": self.forward.description,
+            "code": code_name(type(self.forward).__module__),
         }
         path = models.cache_dir() / "cost_curves.json"
         times = cost.stored(path, identity)

@@ -35,7 +35,7 @@ import numba
 import numpy as np
 from numba import njit
 
-__all__ = ["kernel", "kernel_report"]
+__all__ = ["code_name", "kernel", "kernel_report"]
 
 config: Any = numba.config
 
@@ -128,7 +128,7 @@ def _compile(signature: Any, function: Any, callback: bool, flags: dict[str, Any
         kept = config.CACHE_DIR
         for place in (_chosen, _beside_the_source, _users, _private):
             try:
-                directory = os.path.join(place(function), _name(function.__module__))
+                directory = os.path.join(place(function), code_name(function.__module__))
                 os.makedirs(directory, exist_ok=True)
                 # Where it can't write numba looks for a place by itself.
                 tempfile.TemporaryFile(dir=directory).close()
@@ -157,8 +157,9 @@ _KEPT = 8  # directories of one module: other versions of it, of numba and of Py
 
 
 @functools.cache
-def _name(module: str) -> str:
-    """The directory of a module's compiled code: its name and a digest of all that the code is made of."""
+def code_name(module: str) -> str:
+    """The directory of a module's compiled code: its name and a digest of all that the code is made of: this module and
+    those of ours that it has something from, numba, the machine."""
     digest = hashlib.blake2b(digest_size=12)
     machine = (llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten())
     versions = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)

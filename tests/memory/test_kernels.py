@@ -178,8 +178,8 @@ def test_another_numba_has_another_directory(monkeypatch: pytest.MonkeyPatch) ->
     """One checkout, two environments: loading what another numba compiled was seen to abort the process."""
 
     def name() -> str:
-        kernels._name.cache_clear()
-        return kernels._name("agentspec.memory.index")
+        kernels.code_name.cache_clear()
+        return kernels.code_name("agentspec.memory.index")
 
     ours = name()
     assert name() == ours
@@ -191,7 +191,7 @@ def test_another_numba_has_another_directory(monkeypatch: pytest.MonkeyPatch) ->
         change()
         assert name() != ours
         monkeypatch.undo()
-    kernels._name.cache_clear()
+    kernels.code_name.cache_clear()
 
 
 @pytest.mark.ci
