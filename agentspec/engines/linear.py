@@ -12,8 +12,8 @@ a small integer each. So each matrix is stored as one of
 whichever is the smallest that reproduces every float32 weight bit for bit (but for the sign of zeros, which no sum
 sees). The products are float32's: a weight is unpacked in registers and meets the same multiply-add as any other.
 
-An output is the sum over the inputs in their order, one FMA each, from 0, then the bias: the same for 1 row or 500, in
-whatever place, on however many threads. So rows are the same bits at all widths.
+An output is the sum of its sums over DEPTH inputs each, in their order and with one FMA an input, then the bias: the
+same for 1 row or 500, in whatever place, on however many threads. So rows are the same bits at all widths.
 
 Called by forward_cpu.py only. Imports numpy and numba, no torch.
 """
@@ -53,7 +53,7 @@ VECTORS = 3
 PANEL = LANES * VECTORS  # outputs that lie together in memory
 GROUP = 32  # inputs that share a base and a step
 # Inputs of a pass over all rows. Its weights stay in the first cache for the next tile of rows, while the memory fetches
-# those of the next pass.
+# those of the next pass; and sums of sums round less than one long sum.
 DEPTH = 6 * GROUP
 # Whether the processor turns float16 into float32 by itself.
 HALVES = bool(_features.get("f16c")) or platform.machine() in ("arm64", "aarch64")
@@ -97,15 +97,17 @@ class _Tile:
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         self.fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
 
-    def move(self, c: Any, back: bool) -> None:
-        """The sums from memory, or back to it."""
+    def clear(self) -> None:
+        for row in self.sums:
+            for slot in row:
+                self.builder.store(ir.Constant(_VECTOR, [0.0] * LANES), slot)
+
+    def add_to(self, c: Any) -> None:
         for r, row in enumerate(self.sums):
             for v, slot in enumerate(row):
                 cell = _at(self.builder, c, _VECTOR, 4 * (r * PANEL + v * LANES))
-                if back:
-                    self.builder.store(self.builder.load(slot), cell, align=4)
-                else:
-                    self.builder.store(self.builder.load(cell, align=4), slot)
+                whole = self.builder.fadd(self.builder.load(cell, align=4), self.builder.load(slot))
+                self.builder.store(whole, cell, align=4)
 
     def load(self, address: Any, kind: Any, size: int, offset: int = 0) -> list[Any]:
         """Three neighbouring vectors of elements of `size` bytes."""
@@ -175,7 +177,7 @@ class _Tile:
 
     def run(self, x: Any, stride: Any, weights: Any, c: Any, depth: Any, ahead: Any, step: Any) -> None:
         b = self.builder
-        self.move(c, back=False)
+        self.clear()
         inputs = [b.add(x, b.mul(stride, ir.Constant(_I64, r))) for r in range(self.rows)]
 
         def use(k: Any, weights: list[list[Any]]) -> None:
@@ -184,7 +186,7 @@ class _Tile:
                 self.add(inputs, b.mul(b.add(k, ir.Constant(_I64, number)), ir.Constant(_I64, 4)), vectors)
 
         self.each(weights, depth, use)
-        self.move(c, back=True)
+        self.add_to(c)
 
     def unpack(self, weights: Any, target: Any, depth: Any) -> None:
         """The weights as float32 [depth, PANEL]."""
