@@ -2,6 +2,7 @@
 
     python benchmarks/forward.py [--model smollm2] [--context 512 2048] [--widths 1 2 4 8 16 32] [--rounds 7]
     python benchmarks/forward.py --parts           # where a step's time goes
+    python benchmarks/forward.py --linears         # only SmolLM2's 121 linears, by what their weights are stored as
 
 A step of n rows appends n tokens after `context` tokens and gives the logits of all n. Each round runs every width on
 both forwards in turn, so that what else the machine does falls on all alike; the table has medians and, in brackets,
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentspec.engines import forward_cpu, kernels, linear, models
 from agentspec.engines.forward import Forward
+from agentspec.engines.team import torch_team
 
 PREFILL = 512
 
@@ -141,6 +143,51 @@ def parts(forward: Forward, ids: np.ndarray, context: int, widths: list[int], ro
         print(f"  context {context}, n = {n}: {total:.1f} ms: {listed}, Python {rest:.1f} ({rest / total:.1%})")
 
 
+def linears(widths: list[int], rounds: int) -> None:
+    """ms of all linears of a step on random weights of each format and on torch's own, least and median of the rounds."""
+    shapes = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
+    rng = np.random.default_rng(0)
+    team = torch_team()
+
+    def weight(form: str, outputs: int, inputs: int) -> np.ndarray:
+        if form.startswith("levels"):
+            numbers = rng.integers(0, 16 if form == "levels4" else 256, (outputs, inputs // 32, 32))
+            steps = rng.standard_normal((outputs, inputs // 32, 1)).astype(np.float16).astype(np.float32)
+            return np.asarray(numbers * steps - 8 * steps, np.float32).reshape(outputs, inputs)
+        dense = rng.standard_normal((outputs, inputs), dtype=np.float32)
+        if form == "bfloat16":
+            return (dense.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        return dense.astype(np.float16).astype(np.float32) if form == "float16" else dense
+
+    ways: dict[str, Any] = {}
+    for form in linear.FORMATS:
+        of = {shape: weight(form, *shape) for shape in set(shapes)}
+        packed = [linear.Linear(of[shape]) for shape in shapes]
+        assert all(p.format == form for p in packed)
+        ways[form] = packed
+        print(f"{form}: {sum(p.nbytes for p in packed) / 1e6:.0f} MB")
+    ways["torch"] = [torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) for shape in shapes]
+    taken: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for n in widths:
+            x = {width: rng.standard_normal((n, width), dtype=np.float32) for width in (576, 1536)}
+            y = {outputs: np.empty((n, outputs), np.float32) for outputs, _ in shapes}
+            for form, held in ways.items():
+                for timed in (False, True):  # the first brings caches and threads to where they are in a step
+                    before = time.perf_counter()
+                    for weights, (outputs, inputs) in zip(held, shapes, strict=True):
+                        if form == "torch":
+                            torch.nn.functional.linear(torch.from_numpy(x[inputs]), weights)
+                        else:
+                            weights(x[inputs], y[outputs], team)
+                    if timed:
+                        taken.setdefault((form, n), []).append((time.perf_counter() - before) * 1e3)
+    print("ms: median (least)  " + "".join(f"{f'n={n}':>18}" for n in widths))
+    for form in ways:
+        cells = (f"{statistics.median(taken[form, n]):.1f} ({min(taken[form, n]):.1f})" for n in widths)
+        print(f"{form:20}" + "".join(f"{cell:>18}" for cell in cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
@@ -149,9 +196,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--linears", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; at start: {memory_mb()}")
+    if options.linears:
+        linears(options.widths, options.rounds)
+        return
     if options.parts:
         forward = load(options.model, fast=True)
         vocabulary = forward.vocabulary

@@ -40,7 +40,7 @@ from agentspec.engines.kernels import pointer_to, take_number
 from agentspec.engines.team import Team
 from agentspec.memory.kernels import kernel
 
-__all__ = ["GROUP", "Linear"]
+__all__ = ["FORMATS", "GROUP", "Linear"]
 
 Array = NDArray[Any]
 
