@@ -151,8 +151,9 @@ def linears(widths: list[int], rounds: int) -> None:
 
     def weight(form: str, outputs: int, inputs: int) -> np.ndarray:
         if form.startswith("levels"):
-            numbers = rng.integers(0, 16 if form == "levels4" else 256, (outputs, inputs // 32, 32))
-            steps = rng.standard_normal((outputs, inputs // 32, 1)).astype(np.float16).astype(np.float32)
+            size = 16 if form == "levels8-16" else 32
+            numbers = rng.integers(0, 16 if form == "levels4" else 256, (outputs, inputs // size, size))
+            steps = rng.standard_normal((outputs, inputs // size, 1)).astype(np.float16).astype(np.float32)
             return np.asarray(numbers * steps - 8 * steps, np.float32).reshape(outputs, inputs)
         dense = rng.standard_normal((outputs, inputs), dtype=np.float32)
         if form == "bfloat16":

@@ -1,13 +1,14 @@
 """Linear: a weight matrix in the fewest bits that give it back exactly, and its product with the rows of a step.
 
 Reading the weights is what a step of few rows waits for. What transformers loads as float32 seldom holds 32 bits of
-news: checkpoints are made of bfloat16 or float16, and a quantised file's groups of 32 inputs have one base, one step and
+news: checkpoints are made of bfloat16 or float16, and a quantised file's groups of inputs have one base, one step and
 a small integer each. So each matrix is stored as one of
 
-    levels4     base + step * (0..15) for each output and 32 inputs: 6 bits a weight (GGUF's Q4_0 and Q4_1)
-    levels8     base + step * (0..255): 10 bits (Q5_0, Q5_1, Q8_0)
+    levels4      base + step * (0..15) for each output and 32 inputs: 6 bits a weight (GGUF's Q4_0, Q4_1, Q4_K)
+    levels8      base + step * (0..255): 10 bits (Q5_0, Q5_1, Q8_0, Q5_K, Q3_K)
+    levels8-16   the same by 16 inputs: 12 bits (Q6_K, Q2_K)
     bfloat16, float16    16 bits
-    float32     32 bits
+    float32      32 bits
 
 whichever is the smallest that reproduces every float32 weight bit for bit (but for the sign of zeros, which no sum
 sees). The products are float32's: a weight is unpacked in registers and meets the same multiply-add as any other.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -40,7 +41,7 @@ from agentspec.engines.kernels import pointer_to, take_number
 from agentspec.engines.team import Team
 from agentspec.memory.kernels import kernel
 
-__all__ = ["FORMATS", "GROUP", "Linear"]
+__all__ = ["FORMATS", "Linear"]
 
 Array = NDArray[Any]
 
@@ -51,19 +52,23 @@ LANES = 16 if _features.get("avx512f") else 8
 MOST_ROWS = 8 if LANES == 16 else 4
 VECTORS = 3
 PANEL = LANES * VECTORS  # outputs that lie together in memory
-GROUP = 32  # inputs that share a base and a step
 # Inputs of a pass over all rows. Its weights stay in the first cache for the next tile of rows, while the memory fetches
 # those of the next pass; and sums of sums round less than one long sum.
-DEPTH = 6 * GROUP
+DEPTH = 192
 # Whether the processor turns float16 into float32 by itself.
 HALVES = bool(_features.get("f16c")) or platform.machine() in ("arm64", "aarch64")
 _ALIGNED = 64  # bytes of a cache line: a vector across two costs twice
 
-FORMATS = ("float32", "bfloat16", "float16", "levels8", "levels4")
-_BITS = (32, 16, 16, 8, 4)
-_FLOAT32, _BFLOAT16, _FLOAT16, _LEVELS8, _LEVELS4 = range(5)
-# Bytes of GROUP inputs of a panel, by format: steps and bases before levels.
-_GROUP_BYTES = np.array([GROUP * PANEL * b // 8 + (8 * PANEL if b <= 8 else 0) for b in _BITS], np.int64)
+FORMATS = ("float32", "bfloat16", "float16", "levels8-16", "levels8", "levels4")
+_BITS = (32, 16, 16, 8, 8, 4)
+_GROUPS = (1, 1, 1, 16, 32, 32)  # inputs that share a base and a step
+_FLOAT32, _BFLOAT16, _FLOAT16, _LEVELS8_16, _LEVELS8, _LEVELS4 = range(6)
+_LEVELS = (_LEVELS8_16, _LEVELS8, _LEVELS4)
+# Bytes of DEPTH inputs of a panel: of levels first a group's steps and bases, then its levels.
+_BYTES = np.array(
+    [DEPTH * PANEL * b // 8 + (DEPTH // g * 8 * PANEL if g > 1 else 0) for b, g in zip(_BITS, _GROUPS, strict=True)],
+    np.int64,
+)
 
 _FLAGS: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
 _HELD = tuple(form for form in range(len(FORMATS)) if HALVES or form != _FLOAT16)
@@ -166,14 +171,15 @@ class _Tile:
                 k = b.add(first, b.mul(loop.index, ir.Constant(_I64, at_once)))
                 use(k, self.unpacked(here, steps, bases))
 
-        if self.form not in (_LEVELS8, _LEVELS4):
+        if self.form not in _LEVELS:
             some(weights, ir.Constant(_I64, 0), depth, [], [])
             return
-        with cgutils.for_range(b, b.udiv(depth, ir.Constant(_I64, GROUP))) as groups:
-            place = b.add(weights, b.mul(groups.index, ir.Constant(_I64, int(_GROUP_BYTES[self.form]))))
+        group = _GROUPS[self.form]
+        with cgutils.for_range(b, b.udiv(depth, ir.Constant(_I64, group))) as groups:
+            place = b.add(weights, b.mul(groups.index, ir.Constant(_I64, int(_BYTES[self.form]) * group // DEPTH)))
             steps, bases = self.load(place, _F32, 4), self.load(place, _F32, 4, 4 * PANEL)
-            first = b.mul(groups.index, ir.Constant(_I64, GROUP))
-            some(b.add(place, ir.Constant(_I64, 8 * PANEL)), first, ir.Constant(_I64, GROUP // at_once), steps, bases)
+            first = b.mul(groups.index, ir.Constant(_I64, group))
+            some(b.add(place, ir.Constant(_I64, 8 * PANEL)), first, ir.Constant(_I64, group // at_once), steps, bases)
 
     def run(self, x: Any, stride: Any, weights: Any, c: Any, depth: Any, ahead: Any, step: Any) -> None:
         b = self.builder
@@ -236,7 +242,7 @@ def _unpack(typing_context: Any, form: Any, weights: Any, target: Any, depth: An
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         form, *rest = args
-        _for_each(builder, form, (_LEVELS8, _LEVELS4), lambda f: _Tile(builder, 0, f).unpack(*rest))
+        _for_each(builder, form, _LEVELS, lambda f: _Tile(builder, 0, f).unpack(*rest))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
@@ -250,7 +256,7 @@ def _panel(
 
     scratch: the address of float32 [DEPTH, PANEL]. More than a tile of rows would unpack levels more than once.
     """
-    if rows > MOST_ROWS and form >= _LEVELS8:
+    if rows > MOST_ROWS and form >= _LEVELS8_16:
         _unpack(form, weights, scratch, depth)
         form, weights = _FLOAT32, scratch
     while rows > 0:
@@ -274,9 +280,8 @@ def _worker(packet: Any) -> None:
     scratch = (np.int64(memory.ctypes.data) + 63) // 64 * 64
     sums = carray(pointer_to(scratch + DEPTH * PANEL * 4), (rows, PANEL), np.float32)
     stride = inputs * 4
-    group = _GROUP_BYTES[form]
-    size = inputs * group // GROUP
-    block = DEPTH // GROUP * group
+    block = _BYTES[form]
+    size = inputs * block // DEPTH
     step = block // DEPTH // ((rows + MOST_ROWS - 1) // MOST_ROWS)
     number = take_number(counter)
     while number < panels:
@@ -307,7 +312,7 @@ def _worker(packet: Any) -> None:
                 for j in range(width):
                     y[i, begin + j] = sums[i, j]
         number = following
-    memory[0] = np.float32(0.0)
+    memory[0] = np.float32(0.0)  # numba frees an array after its last use by name, whatever addresses of it are about
 
 
 _alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_worker.address)
@@ -316,18 +321,18 @@ _alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_worker.address)
 # ---- packing -----------------------------------------------------------------------------------------------
 
 
-@kernel("int64(float32[:, ::1], float32[:, ::1], float32[:, ::1])", error_model="numpy")
-def _find_levels(weight: Any, steps: Any, bases: Any) -> int:
-    """Find each group's base and step; returns the highest level of all, or -1 where a group has more than 256.
+@kernel("int64(float32[:, ::1], int64, float32[:, ::1], float32[:, ::1])", error_model="numpy")
+def _find_levels(weight: Any, size: int, steps: Any, bases: Any) -> int:
+    """Find the base and step of each `size` inputs; returns the highest level of all, or -1 where one has more than 255.
 
     A step is the greatest common divisor of what lies between the group's weights, taken as integers of the finest bit
     that 40 bits below the largest weight leave.
     """
-    numbers = np.empty(GROUP, np.int64)
+    numbers = np.empty(size, np.int64)
     highest = 0
     for i in range(weight.shape[0]):
-        for group in range(weight.shape[1] // GROUP):
-            part = weight[i, group * GROUP : (group + 1) * GROUP]
+        for group in range(steps.shape[1]):
+            part = weight[i, group * size : (group + 1) * size]
             largest = np.float64(0.0)
             for value in part:
                 largest = max(largest, abs(np.float64(value)))
@@ -337,14 +342,14 @@ def _find_levels(weight: Any, steps: Any, bases: Any) -> int:
             if largest > 0.0:
                 unit = 2.0 ** (np.floor(np.log2(largest)) - 40.0)
             least = np.int64(2**62)
-            for k in range(GROUP):
+            for k in range(size):
                 exact = np.float64(part[k]) / unit
                 numbers[k] = np.int64(exact)
                 if np.float64(numbers[k]) != exact:
                     return -1
                 least = min(least, numbers[k])
             divisor, farthest = np.int64(0), np.int64(0)
-            for k in range(GROUP):
+            for k in range(size):
                 a = numbers[k] - least
                 farthest = max(farthest, a)
                 b = divisor
@@ -357,7 +362,7 @@ def _find_levels(weight: Any, steps: Any, bases: Any) -> int:
                 highest = max(highest, farthest // divisor)
             steps[i, group] = np.float32(divisor * unit)
             bases[i, group] = np.float32(least * unit)
-            for k in range(GROUP):
+            for k in range(size):
                 level = np.float64((numbers[k] - least) // max(divisor, 1))
                 if np.float32(level * np.float64(steps[i, group]) + np.float64(bases[i, group])) != part[k]:
                     return -1
@@ -365,10 +370,10 @@ def _find_levels(weight: Any, steps: Any, bases: Any) -> int:
 
 
 @kernel(
-    "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], int64, float32[:, :, ::1], uint8[:, :, ::1])",
+    "void(float32[:, ::1], int64, float32[:, ::1], float32[:, ::1], int64, float32[:, :, ::1], uint8[:, :, ::1])",
     error_model="numpy",
 )
-def _write_levels(weight: Any, steps: Any, bases: Any, bits: int, heads: Any, numbers: Any) -> None:
+def _write_levels(weight: Any, size: int, steps: Any, bases: Any, bits: int, heads: Any, numbers: Any) -> None:
     """Write panels of levels. heads and numbers: the same memory [panels, groups, bytes] as float32 and as uint8."""
     for i in range(weight.shape[0]):
         panel, j = i // PANEL, i % PANEL
@@ -376,10 +381,10 @@ def _write_levels(weight: Any, steps: Any, bases: Any, bits: int, heads: Any, nu
             step, base = np.float64(steps[i, group]), np.float64(bases[i, group])
             heads[panel, group, j] = steps[i, group]
             heads[panel, group, PANEL + j] = bases[i, group]
-            for k in range(GROUP):
+            for k in range(size):
                 level = np.uint8(0)
                 if step > 0.0:
-                    level = np.uint8(np.rint((np.float64(weight[i, group * GROUP + k]) - base) / step))
+                    level = np.uint8(np.rint((np.float64(weight[i, group * size + k]) - base) / step))
                 if bits == 8:
                     numbers[panel, group, 8 * PANEL + k * PANEL + j] = level
                 else:
@@ -387,9 +392,18 @@ def _write_levels(weight: Any, steps: Any, bases: Any, bits: int, heads: Any, nu
                     numbers[panel, group, place] = numbers[panel, group, place] | (level << (4 * (k % 2)))
 
 
+def _is_bfloat16(weight: Array) -> bool:
+    return not any((rows.view(np.uint32) & 0xFFFF).any() for rows in _blocks(weight))
+
+
 def _is_float16(weight: Array) -> bool:
     with np.errstate(over="ignore"):
-        return all(np.array_equal(row.astype(np.float16).astype(np.float32), row) for row in weight)
+        return all(np.array_equal(rows.astype(np.float16).astype(np.float32), rows) for rows in _blocks(weight))
+
+
+def _blocks(weight: Array) -> Iterator[Array]:
+    """A hundred outputs at a time: most weights are told by the first, and a copy of all would be large."""
+    return (weight[begin : begin + 100] for begin in range(0, len(weight), 100))
 
 
 def _aligned(size: int) -> Array:
@@ -446,12 +460,13 @@ class Linear:
         elif self.format == "float16":
             values = self._memory.view(np.float16).astype(np.float32).reshape(panels, inputs, PANEL)
         else:
-            groups = inputs // GROUP
+            size = _GROUPS[FORMATS.index(self.format)]
+            groups = inputs // size
             held = self._memory.reshape(panels, groups, -1)
             heads = np.ascontiguousarray(held[:, :, : 8 * PANEL]).view(np.float32).reshape(panels, groups, 2, 1, PANEL)
             levels = held[:, :, 8 * PANEL :].reshape(panels, groups, -1, PANEL)
             if self.format == "levels4":
-                levels = np.stack([levels & 15, levels >> 4], 3).reshape(panels, groups, GROUP, PANEL)
+                levels = np.stack([levels & 15, levels >> 4], 3).reshape(panels, groups, size, PANEL)
             values = (heads[:, :, 0].astype(np.float64) * levels + heads[:, :, 1]).astype(np.float32)
         by_output = values.reshape(panels, inputs, PANEL).transpose(0, 2, 1).reshape(panels * PANEL, inputs)
         return np.ascontiguousarray(by_output[: self.outputs])
@@ -459,19 +474,21 @@ class Linear:
     def _pack(self, weight: Array) -> int:
         """Fill the memory; returns the format."""
         panels, inputs = self._panels, self.inputs
-        if inputs % GROUP == 0:
-            steps = np.empty((self.outputs, inputs // GROUP), np.float32)
+        for size, forms in ((32, (_LEVELS4, _LEVELS8)), (16, (_LEVELS8_16, _LEVELS8_16))):
+            if inputs % size:
+                continue
+            steps = np.empty((self.outputs, inputs // size), np.float32)
             bases = np.empty_like(steps)
-            highest = _find_levels(weight, steps, bases)
+            highest = _find_levels(weight, size, steps, bases)
             if highest >= 0:
-                form = _LEVELS4 if highest < 16 else _LEVELS8
-                self._memory = _aligned(panels * inputs // GROUP * int(_GROUP_BYTES[form]))
-                shape = (panels, inputs // GROUP, -1)
+                form = forms[highest > 15]
+                self._memory = _aligned(panels * inputs * int(_BYTES[form]) // DEPTH)
+                shape = (panels, inputs // size, -1)
                 heads, numbers = self._memory.view(np.float32).reshape(shape), self._memory.reshape(shape)
-                _write_levels(weight, steps, bases, _BITS[form], heads, numbers)
+                _write_levels(weight, size, steps, bases, _BITS[form], heads, numbers)
                 return form
         form, kind = _FLOAT32, "f4"
-        if not (weight.view(np.uint32) & 0xFFFF).any():
+        if _is_bfloat16(weight):
             form, kind = _BFLOAT16, "u2"
         elif HALVES and _is_float16(weight):
             form, kind = _FLOAT16, "f2"

@@ -20,7 +20,17 @@ from agentspec.engines.linear import Linear
 from agentspec.engines.team import Team, ThreadTeam, torch_team
 
 ROOT = Path(__file__).parents[2]
-QUANTISED = {"Q4_0": "levels4", "Q4_1": "levels4", "Q5_0": "levels8", "Q5_1": "levels8", "Q8_0": "levels8"}
+QUANTISED = {
+    "Q4_0": "levels4", "Q4_1": "levels4", "Q4_K": "levels4", "Q5_0": "levels8", "Q5_1": "levels8", "Q8_0": "levels8",
+    "Q5_K": "levels8", "Q3_K": "levels8", "Q6_K": "levels8-16", "Q2_K": "levels8-16",
+}  # fmt: skip
+SCALES = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q2_K": (80, 82),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+}  # bytes of a block's float16
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -35,9 +45,17 @@ def weight_as(form: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray
     if form == "float16":
         return weight.astype(np.float16).astype(np.float32)
     if form in QUANTISED:
-        from gguf import GGMLQuantizationType, quants
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
         kind = GGMLQuantizationType[form]
+        if form in SCALES:  # gguf reads these and doesn't write them
+            rng = np.random.default_rng(seed)
+            per_block, size = GGML_QUANT_SIZES[kind]
+            blocks = rng.integers(0, 256, (outputs, inputs // per_block, size), dtype=np.uint8)
+            for place in SCALES[form]:
+                scales = rng.uniform(1e-4, 4e-4, blocks.shape[:2]).astype(np.float16)
+                blocks[:, :, place : place + 2] = scales[..., None].view(np.uint8)
+            return np.asarray(quants.dequantize(blocks.reshape(outputs, -1), kind), np.float32)
         return np.asarray(quants.dequantize(quants.quantize(0.02 * weight, kind), kind), np.float32)
     return weight
 
@@ -60,30 +78,30 @@ def assert_is_product(packed: Linear, weight: np.ndarray, bias: Any = None) -> N
 @pytest.mark.fast
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", *QUANTISED])
 def test_a_weight_is_held_in_the_fewest_bits_and_comes_back_exactly(form: str) -> None:
-    weight = weight_as(form, 100, 224)
+    weight = weight_as(form, 100, 256)
     packed = Linear(weight)
     assert packed.format == QUANTISED.get(form, form)
     assert np.array_equal(packed.dense(), weight)
-    bits = {"float32": 32, "bfloat16": 16, "float16": 16, "levels8": 10, "levels4": 6}[packed.format]
-    assert packed.nbytes == -(-100 // linear.PANEL) * linear.PANEL * 224 * bits // 8
+    bits = {"float32": 32, "bfloat16": 16, "float16": 16, "levels8-16": 12, "levels8": 10, "levels4": 6}[packed.format]
+    assert packed.nbytes == -(-100 // linear.PANEL) * linear.PANEL * 256 * bits // 8
     assert_is_product(packed, weight)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K", "bfloat16", "float16"])
 def test_products_are_those_of_float32(form: str) -> None:
     """One more output that fits no format makes float32 of the whole: the others keep their bits."""
-    weight = weight_as(form, 64, 416)
-    whole = Linear(np.concatenate([weight, random(1, 416, seed=4)]))
+    weight = weight_as(form, 64, 512)
+    whole = Linear(np.concatenate([weight, random(1, 512, seed=4)]))
     assert whole.format == "float32" != Linear(weight).format
     for rows in (1, 7, 8, 9, 40):
-        x = random(rows, 416, seed=rows)
+        x = random(rows, 512, seed=rows)
         assert np.array_equal(product(Linear(weight), x), product(whole, x)[:, :64])
 
 
 def groups(*parts: list[float]) -> np.ndarray:
     """One output whose groups of 32 inputs repeat these values."""
-    return np.array([np.resize(np.array(part, np.float32), linear.GROUP) for part in parts]).reshape(1, -1)
+    return np.array([np.resize(np.array(part, np.float32), 32) for part in parts]).reshape(1, -1)
 
 
 @pytest.mark.fast
@@ -97,6 +115,8 @@ def groups(*parts: list[float]) -> np.ndarray:
         (groups([0.0, 255.0, 1.0]), "levels8"),
         (groups([0.0, 256.0, 1.0]), "bfloat16"),
         (groups([0.0, 256.5, 0.25]), "float16"),
+        (groups([0.0, 300.0, 1.0], [0.0, 300.0, 1.0])[:, :48], "bfloat16"),
+        (np.concatenate([groups([0.0, 60.0, 0.25])[:, :16], groups([0.0, 1000.0])[:, :16]], 1) + 0.5, "levels8-16"),
         (groups([1e30, 1e-30]), "float32"),
         (groups([1e-41, 0.0, 3e-41]), "float32"),  # below float32's smallest normal number
         (groups([np.inf, 1.0]), "bfloat16"),
@@ -119,7 +139,7 @@ def test_odd_weights_come_back_exactly(weight: np.ndarray, form: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_any_grid_comes_back_exactly(outputs: int, many: int, levels: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    numbers = rng.integers(0, levels, (outputs, many, linear.GROUP))
+    numbers = rng.integers(0, levels, (outputs, many, 32))
     steps = rng.standard_normal((outputs, many, 1)).astype(np.float16).astype(np.float32)
     bases = (steps * rng.integers(-levels, 0, steps.shape)).astype(np.float32)
     weight = (numbers * steps + bases).astype(np.float32).reshape(outputs, -1)
@@ -147,10 +167,10 @@ def teams() -> list[Team | None]:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "Q4_1", "Q8_0", "Q6_K"])
 def test_a_rows_bits_depend_on_nothing_else(form: str, teams: list[Team | None]) -> None:
-    packed = Linear(weight_as(form, 150, 480), random(150, seed=2))
-    x = random(70, 480, seed=3)
+    packed = Linear(weight_as(form, 150, 512), random(150, seed=2))
+    x = random(70, 512, seed=3)
     x[33] = 0.0
     x[50] *= 1e6
     whole = product(packed, x)
@@ -203,10 +223,10 @@ print(test_linear.linear.LANES, test_linear.digest())
 def digest() -> str:
     """Of the products in all formats."""
     found = hashlib.sha256()
-    for form in ("float32", "bfloat16", "float16", "Q4_1", "Q8_0"):
-        packed = Linear(weight_as(form, 150, 480), random(150, seed=2))
+    for form in ("float32", "bfloat16", "float16", "Q4_1", "Q8_0", "Q6_K"):
+        packed = Linear(weight_as(form, 150, 512), random(150, seed=2))
         for rows in (1, 2, 3, 5, 8, 21):
-            found.update(product(packed, random(rows, 480, seed=rows)).tobytes())
+            found.update(product(packed, random(rows, 512, seed=rows)).tobytes())
     return found.hexdigest()
 
 
