@@ -236,6 +236,7 @@ class Channel:
         self._events: deque[TokenChunk | CallStats | BaseException] = deque()
         self._wakers: list[Callable[[], None]] = []
         self._sealed = False
+        self._whole = False  # the consumer waits for the end: what is put counts as taken, and wakes nobody before
         self.aborted = threading.Event()
         self.claimed = False  # an engine has begun (or dropped) the call
         self.delivered: dict[int, int] = {}  # tokens that the consumer has taken, by choice
@@ -256,6 +257,9 @@ class Channel:
             if self._sealed and isinstance(event, TokenChunk):
                 return
             self._events.append(event)
+            if self._whole and isinstance(event, TokenChunk):
+                self._count(event, 1)
+                return
             wakers, self._wakers = self._wakers, []
             self._ready.notify_all()
         for wake in wakers:
@@ -276,6 +280,29 @@ class Channel:
             self._wakers.append(wake)
             return None
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """While the consumer waits for the end, as if it took each chunk at once. Being woken at every step costs the
+        engine more than all else beside its forward: the interpreter's lock, and a core."""
+        self._take_all(True)
+        try:
+            yield
+        finally:
+            self._take_all(False)
+
+    def wait_for_end(self) -> None:
+        with self._lock:
+            while not self._ended():
+                self._ready.wait(1.0)  # finite: see Generation.__next__
+
+    def end_or_wake(self, wake: Callable[[], None]) -> bool:
+        """Whether the end is there; if not `wake` is called (from any thread) once it is."""
+        with self._lock:
+            if not self._ended():
+                self._wakers.append(wake)
+                return False
+            return True
+
     def claim(self) -> bool:
         """The engine begins the call; False: it was aborted before, drop it."""
         with self._lock:
@@ -293,7 +320,8 @@ class Channel:
         """Drop what was not taken and take no more chunks; returns the delivered tokens by choice."""
         with self._lock:
             self._sealed = True
-            self._events = deque(e for e in self._events if not isinstance(e, TokenChunk))
+            if not self._whole:
+                self._events = deque(e for e in self._events if not isinstance(e, TokenChunk))
             return dict(self.delivered)
 
     def orphan(self, error: BaseException) -> None:
@@ -304,9 +332,21 @@ class Channel:
 
     def _taken(self) -> Any:
         event = self._events.popleft()
-        if isinstance(event, TokenChunk):
-            self.delivered[event.index] = self.delivered.get(event.index, 0) + len(event.token_ids)
+        self._count(event, 1)
         return event
+
+    def _count(self, event: Any, times: int) -> None:
+        if isinstance(event, TokenChunk):
+            self.delivered[event.index] = self.delivered.get(event.index, 0) + times * len(event.token_ids)
+
+    def _take_all(self, whole: bool) -> None:
+        with self._lock:
+            self._whole = whole
+            for event in self._events:  # those that were taken at once are still to be read
+                self._count(event, 1 if whole else -1)
+
+    def _ended(self) -> bool:
+        return bool(self._events) and not isinstance(self._events[-1], TokenChunk)
 
 
 class Generation:
@@ -342,45 +382,26 @@ class Generation:
 
     async def __anext__(self) -> TokenChunk:
         self._raise_if_over(StopAsyncIteration)
-        loop = asyncio.get_running_loop()
-        while True:
-            ready = asyncio.Event()
-
-            def wake(ready: asyncio.Event = ready) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
-                    loop.call_soon_threadsafe(ready.set)
-
-            event = self._channel.take_or_wake(wake)
-            if event is not None:
-                return self._settle(event, StopAsyncIteration)
-            try:
-                await ready.wait()
-            except asyncio.CancelledError:
-                self.abort()  # as with any async generator: a cancelled wait ends the stream
-                raise
+        return self._settle(await self._woken(self._channel.take_or_wake), StopAsyncIteration)
 
     def result(self) -> GenerationResult:
         """Wait for the end; the first choice. Raises what the engine raised."""
-        for _ in self:
-            pass
+        self._to_the_end()
         return self._partial()
 
     async def aresult(self) -> GenerationResult:
         """As `result`. Cancelling it aborts the call."""
-        async for _ in self:
-            pass
+        await self._ato_the_end()
         return self._partial()
 
     def results(self) -> list[GenerationResult]:
         """Wait for the end; all n choices."""
-        for _ in self:
-            pass
+        self._to_the_end()
         return [self._partial(index) for index in range(self.request.n)]
 
     async def aresults(self) -> list[GenerationResult]:
         """As `results`. Cancelling it aborts the call."""
-        async for _ in self:
-            pass
+        await self._ato_the_end()
         return [self._partial(index) for index in range(self.request.n)]
 
     def abort(self) -> None:
@@ -414,6 +435,39 @@ class Generation:
             channel.aborted.set()
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _to_the_end(self) -> None:
+        if self._error is None and self.stats is None:
+            with self._channel.whole():
+                self._channel.wait_for_end()
+        for _ in self:
+            pass
+
+    async def _ato_the_end(self) -> None:
+        if self._error is None and self.stats is None:
+            with self._channel.whole():
+                await self._woken(self._channel.end_or_wake)
+        async for _ in self:
+            pass
+
+    async def _woken(self, poll: Callable[[Callable[[], None]], Any]) -> Any:
+        """What `poll` gives once it gives something; until then it calls what it is given when it is worth another."""
+        loop = asyncio.get_running_loop()
+        while True:
+            ready = asyncio.Event()
+
+            def wake(ready: asyncio.Event = ready) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
+                    loop.call_soon_threadsafe(ready.set)
+
+            found = poll(wake)
+            if found:
+                return found
+            try:
+                await ready.wait()
+            except asyncio.CancelledError:
+                self.abort()  # as with any async generator: a cancelled wait ends the stream
+                raise
 
     def _raise_if_over(self, stop: type[Exception]) -> None:
         if self._error is not None:
