@@ -90,7 +90,9 @@ time.sleep(600)
 
 
 def test_all_that_was_started_is_stopped() -> None:
-    server = SGLangServer([sys.executable, "-c", _FAMILY], {}, "http://127.0.0.1:9", "off", start_s=1.0, shutdown_s=30.0)
+    server = SGLangServer(
+        [sys.executable, "-c", _FAMILY], {}, "http://127.0.0.1:9", "off", start_s=1.0, shutdown_s=30.0
+    )
     began = time.monotonic()
     with pytest.raises(ServerError, match="--start-timeout"), server:
         pass
