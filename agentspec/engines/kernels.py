@@ -28,7 +28,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
@@ -37,6 +36,19 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from agentspec.engines.team import Team
+from agentspec.engines.vectors import (
+    F32,
+    I64,
+    LANES,
+    VECTOR,
+    every,
+    exp_of,
+    fma,
+    folded,
+    pointer_to,
+    splat,
+    take_number,
+)
 from agentspec.memory.kernels import kernel
 
 __all__ = ["BLOCK", "VALUE_STEP", "Attention", "add_norm", "gate", "move_slots", "norm", "rotate_heads", "write_slots"]
@@ -51,19 +63,6 @@ _WORTH_SHARING = 200_000
 # Rows of one task. More read a block of keys less often, fewer share the work more evenly.
 _ROWS_EACH = 16
 
-# exp(x) for x <= 0, after Cephes' expf: x = k ln 2 + r, a polynomial of degree 6 in r, then the exponent bits.
-# numpy's exp is a scalar call into libm here, which costs as much as the rest of the kernel.
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(-2.12194440e-4)
-_C0 = np.float32(1.9875691500e-4)
-_C1 = np.float32(1.3981999507e-3)
-_C2 = np.float32(8.3334519073e-3)
-_C3 = np.float32(4.1665795894e-2)
-_C4 = np.float32(1.6666665459e-1)
-_C5 = np.float32(5.0000001201e-1)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to the nearest integer
-_SMALLEST = np.float32(-87.0)  # exp below this is subnormal; its weight is 0 to any float32 sum
 _MASKED = np.float32(-3.0e38)
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
@@ -77,34 +76,21 @@ _V, _M, _C, _T = "float32[::1]", "float32[:, ::1]", "float32[:, :, ::1]", "float
 _PATHS, _DEPTHS = "int32[:, ::1]", "int32[::1]"
 
 
-# Floats of the vectors below, and how many of them a tile of four rows is wide: its sums fill half the registers.
-_LANES, _ACROSS = (16, 4) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (8, 2)
-_F32, _I64 = ir.FloatType(), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, _LANES)
+_ACROSS = 4 if LANES == 16 else 2  # vectors a tile of four rows is wide: its sums fill half the registers
 
 
 def _at(builder: Any, address: Any, kind: Any, *indexes: Any) -> Any:
     """The pointer to `kind` at an address plus a number of floats, the sum of `indexes`."""
     for index in indexes:
-        address = builder.add(address, builder.mul(index, ir.Constant(_I64, 4)))
+        address = builder.add(address, builder.mul(index, ir.Constant(I64, 4)))
     return builder.inttoptr(address, kind.as_pointer())
-
-
-def _splat(builder: Any, pointer: Any) -> Any:
-    one = builder.insert_element(
-        ir.Constant(_VECTOR, ir.Undefined), builder.load(pointer), ir.Constant(ir.IntType(32), 0)
-    )
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
 
 
 def _multiply_add(builder: Any, sums: Any, factors: Any, vectors: Any) -> None:
     """sums[r][v] += factors[r] * vectors[v]: one FMA each, in registers (LLVM promotes what is allocated here)."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
     for row, factor in zip(sums, factors, strict=True):
         for slot, vector in zip(row, vectors, strict=True):
-            builder.store(builder.call(fma, [factor, vector, builder.load(slot)]), slot)
+            builder.store(fma(builder, factor, vector, builder.load(slot)), slot)
 
 
 @intrinsic
@@ -118,23 +104,26 @@ def _scores(typing_context: Any, q0: Any, q1: Any, q2: Any, q3: Any, keys: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *queries, keys, s, head_dim = args
-        for begin in range(0, BLOCK, _ACROSS * _LANES):
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(_ACROSS)] for _ in range(4)]
+        for begin in range(0, BLOCK, _ACROSS * LANES):
+            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(_ACROSS)] for _ in range(4)]
             for row in sums:
                 for slot in row:
-                    builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), slot)
+                    builder.store(ir.Constant(VECTOR, [0.0] * LANES), slot)
             with cgutils.for_range(builder, head_dim) as loop:
-                place = builder.mul(loop.index, ir.Constant(_I64, BLOCK))
+                place = builder.mul(loop.index, ir.Constant(I64, BLOCK))
                 vectors = [
-                    builder.load(_at(builder, keys, _VECTOR, place, ir.Constant(_I64, begin + v * _LANES)), align=4)
+                    builder.load(_at(builder, keys, VECTOR, place, ir.Constant(I64, begin + v * LANES)), align=4)
                     for v in range(_ACROSS)
                 ]
                 _multiply_add(
-                    builder, sums, [_splat(builder, _at(builder, q, _F32, loop.index)) for q in queries], vectors
+                    builder,
+                    sums,
+                    [splat(builder, builder.load(_at(builder, q, F32, loop.index))) for q in queries],
+                    vectors,
                 )
             for r, row in enumerate(sums):
                 for v, slot in enumerate(row):
-                    target = _at(builder, s, _VECTOR, ir.Constant(_I64, r * BLOCK + begin + v * _LANES))
+                    target = _at(builder, s, VECTOR, ir.Constant(I64, r * BLOCK + begin + v * LANES))
                     builder.store(builder.load(slot), target, align=4)
         return context.get_dummy_value()
 
@@ -158,86 +147,43 @@ def _accumulate(
         def columns(first: Any, count: Any, across: int) -> None:
             """`count` times `across` vectors from column `first` on."""
             with cgutils.for_range(builder, count) as groups:
-                begin = builder.add(first, builder.mul(groups.index, ir.Constant(_I64, across * _LANES)))
-                sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(across)] for _ in range(4)]
+                begin = builder.add(first, builder.mul(groups.index, ir.Constant(I64, across * LANES)))
+                sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(across)] for _ in range(4)]
                 for r, (row, out) in enumerate(zip(sums, outs, strict=True)):
-                    factor = _splat(builder, _at(builder, factors, _F32, ir.Constant(_I64, r)))
+                    factor = splat(builder, builder.load(_at(builder, factors, F32, ir.Constant(I64, r))))
                     for v, slot in enumerate(row):
-                        old = builder.load(_at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES)), align=4)
+                        old = builder.load(_at(builder, out, VECTOR, begin, ir.Constant(I64, v * LANES)), align=4)
                         builder.store(builder.fmul(old, factor), slot)
-                with cgutils.for_range(builder, ir.Constant(_I64, BLOCK)) as loop:
+                with cgutils.for_range(builder, ir.Constant(I64, BLOCK)) as loop:
                     place = builder.add(builder.mul(loop.index, width), begin)
                     vectors = [
-                        builder.load(_at(builder, values, _VECTOR, place, ir.Constant(_I64, v * _LANES)), align=4)
+                        builder.load(_at(builder, values, VECTOR, place, ir.Constant(I64, v * LANES)), align=4)
                         for v in range(across)
                     ]
                     weights = [
-                        _splat(builder, _at(builder, s, _F32, loop.index, ir.Constant(_I64, r * BLOCK)))
+                        splat(builder, builder.load(_at(builder, s, F32, loop.index, ir.Constant(I64, r * BLOCK))))
                         for r in range(4)
                     ]
                     _multiply_add(builder, sums, weights, vectors)
                 for row, out in zip(sums, outs, strict=True):
                     for v, slot in enumerate(row):
-                        target = _at(builder, out, _VECTOR, begin, ir.Constant(_I64, v * _LANES))
+                        target = _at(builder, out, VECTOR, begin, ir.Constant(I64, v * LANES))
                         builder.store(builder.load(slot), target, align=4)
 
-        whole = builder.udiv(width, ir.Constant(_I64, _ACROSS * _LANES))
-        done = builder.mul(whole, ir.Constant(_I64, _ACROSS * _LANES))
-        columns(ir.Constant(_I64, 0), whole, _ACROSS)
-        rest = builder.udiv(builder.sub(width, done), ir.Constant(_I64, VALUE_STEP))
-        columns(done, rest, VALUE_STEP // _LANES)
+        whole = builder.udiv(width, ir.Constant(I64, _ACROSS * LANES))
+        done = builder.mul(whole, ir.Constant(I64, _ACROSS * LANES))
+        columns(ir.Constant(I64, 0), whole, _ACROSS)
+        rest = builder.udiv(builder.sub(width, done), ir.Constant(I64, VALUE_STEP))
+        columns(done, rest, VALUE_STEP // LANES)
         return context.get_dummy_value()
 
     i = types.int64
     return types.void(i, i, i, i, i, i, i, i), generate
 
 
-def _every(value: Any) -> Any:
-    """A vector of this float32 in all lanes."""
-    return ir.Constant(_VECTOR, [float(value)] * _LANES)
-
-
-def _exp_of(builder: Any, x: Any) -> Any:
-    """exp of a vector of values <= 0; 0 below _SMALLEST."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
-    integers = ir.VectorType(ir.IntType(32), _LANES)
-    tiny = builder.fcmp_ordered("<", x, _every(_SMALLEST))
-    x = builder.select(tiny, _every(_SMALLEST), x)
-    k = builder.fsub(builder.call(fma, [x, _every(_LOG2E), _every(_ROUND)]), _every(_ROUND))
-    r = builder.call(fma, [k, _every(-_LN2_HIGH), x])
-    r = builder.call(fma, [k, _every(-_LN2_LOW), r])
-    p = _every(_C0)
-    for c in (_C1, _C2, _C3, _C4, _C5):
-        p = builder.call(fma, [p, r, _every(c)])
-    p = builder.fadd(builder.call(fma, [p, builder.fmul(r, r), r]), _every(_ONE))
-    exponent = builder.add(builder.fptosi(k, integers), ir.Constant(integers, [127] * _LANES))
-    power = builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * _LANES)), _VECTOR)
-    return builder.select(tiny, _every(_ZERO), builder.fmul(p, power))
-
-
 def _block(builder: Any, address: Any) -> list[Any]:
     """Pointers to the vectors of 64 floats."""
-    return [_at(builder, address, _VECTOR, ir.Constant(_I64, begin)) for begin in range(0, BLOCK, _LANES)]
-
-
-def _folded(builder: Any, vectors: list[Any], join: Any) -> Any:
-    """Join 64 values by halves (64, 32, ..., 1), the same order whatever the vectors' width."""
-    while len(vectors) > 1:
-        half = len(vectors) // 2
-        vectors = [join(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
-    (last,) = vectors
-    width = _LANES
-    while width > 1:
-        width //= 2
-        low, high = (
-            builder.shuffle_vector(
-                last, last, ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(begin, begin + width)))
-            )
-            for begin in (0, width)
-        )
-        last = join(low, high)
-    return builder.extract_element(last, ir.Constant(ir.IntType(32), 0))
+    return [_at(builder, address, VECTOR, ir.Constant(I64, begin)) for begin in range(0, BLOCK, LANES)]
 
 
 @intrinsic
@@ -249,13 +195,13 @@ def _gated(typing_context: Any, g: Any, u: Any, out: Any, width: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *addresses, width = args
-        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(_I64, _LANES))) as loop:
-            place = builder.mul(loop.index, ir.Constant(_I64, _LANES))
-            g, u, out = (_at(builder, address, _VECTOR, place) for address in addresses)
+        with cgutils.for_range(builder, builder.udiv(width, ir.Constant(I64, LANES))) as loop:
+            place = builder.mul(loop.index, ir.Constant(I64, LANES))
+            g, u, out = (_at(builder, address, VECTOR, place) for address in addresses)
             x = builder.load(g, align=4)
-            positive = builder.fcmp_ordered(">=", x, _every(_ZERO))
-            e = _exp_of(builder, builder.select(positive, builder.fneg(x), x))
-            share = builder.fdiv(builder.select(positive, _every(_ONE), e), builder.fadd(e, _every(_ONE)))
+            positive = builder.fcmp_ordered(">=", x, every(_ZERO))
+            e = exp_of(builder, builder.select(positive, builder.fneg(x), x))
+            share = builder.fdiv(builder.select(positive, every(_ONE), e), builder.fadd(e, every(_ONE)))
             builder.store(builder.fmul(builder.fmul(x, share), builder.load(u, align=4)), out, align=4)
         return context.get_dummy_value()
 
@@ -272,14 +218,12 @@ def _softmax(typing_context: Any, s: Any, maximum: Any) -> Any:
 
         pointers = _block(builder, args[0])
         scores = [builder.load(pointer, align=4) for pointer in pointers]
-        m = larger(_folded(builder, scores, larger), args[1])
-        every = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), m, ir.Constant(ir.IntType(32), 0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-        every = builder.shuffle_vector(every, ir.Constant(_VECTOR, ir.Undefined), zeros)
-        weights = [_exp_of(builder, builder.fsub(score, every)) for score in scores]
+        m = larger(folded(builder, scores, larger), args[1])
+        top = splat(builder, m)
+        weights = [exp_of(builder, builder.fsub(score, top)) for score in scores]
         for pointer, weight in zip(pointers, weights, strict=True):
             builder.store(weight, pointer, align=4)
-        return context.make_tuple(builder, signature.return_type, [m, _folded(builder, weights, builder.fadd)])
+        return context.make_tuple(builder, signature.return_type, [m, folded(builder, weights, builder.fadd)])
 
     return types.UniTuple(types.float32, 2)(types.int64, types.float32), generate
 
@@ -502,27 +446,6 @@ def _join(query: Any, keys: Any, out: Any, part_maxima: Any, part_sums: Any, par
             inverse = _ONE / sums[r]
             for d in range(out.shape[2]):
                 out[r // group, head * group + r % group, d] = acc[r, d] * inverse
-
-
-@intrinsic
-def pointer_to(typing_context: Any, address: Any) -> Any:
-    """An integer as the pointer that it is."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def take_number(typing_context: Any, address: Any) -> Any:
-    """Add 1 to the int64 at an address, atomically; returns what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", where, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(types.int64), generate
 
 
 @kernel("void(CPointer(int64))", callback=True, **_FLAGS)

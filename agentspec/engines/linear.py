@@ -37,8 +37,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from agentspec.engines.kernels import pointer_to, take_number
 from agentspec.engines.team import Team
+from agentspec.engines.vectors import F32, I32, I64, INTEGERS, LANES, VECTOR, every, fma, pointer_to, splat, take_number
 from agentspec.memory.kernels import kernel
 
 __all__ = ["FORMATS", "Linear"]
@@ -47,8 +47,6 @@ Array = NDArray[Any]
 
 # A tile is MOST_ROWS rows by three vectors of outputs: its sums, the weights and one input fill the registers (32 of
 # 16 floats, or 16 of 8), and each weight that was read and unpacked is used for all its rows.
-_features = llvmlite.binding.get_host_cpu_features()
-LANES = 16 if _features.get("avx512f") else 8
 MOST_ROWS = 8 if LANES == 16 else 4
 VECTORS = 3
 PANEL = LANES * VECTORS  # outputs that lie together in memory
@@ -56,7 +54,7 @@ PANEL = LANES * VECTORS  # outputs that lie together in memory
 # those of the next pass; and sums of sums round less than one long sum.
 DEPTH = 192
 # Whether the processor turns float16 into float32 by itself.
-HALVES = bool(_features.get("f16c")) or platform.machine() in ("arm64", "aarch64")
+HALVES = bool(llvmlite.binding.get_host_cpu_features().get("f16c")) or platform.machine() in ("arm64", "aarch64")
 _ALIGNED = 64  # bytes of a cache line: a vector across two costs twice
 
 FORMATS = ("float32", "bfloat16", "float16", "levels8-16", "levels8", "levels4")
@@ -73,19 +71,16 @@ _BYTES = np.array(
 _FLAGS: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
 _HELD = tuple(form for form in range(len(FORMATS)) if HALVES or form != _FLOAT16)
 _ROWS = (1, 2, 4, 8)[: 4 if MOST_ROWS == 8 else 3]
-_F32, _F16 = ir.FloatType(), ir.HalfType()
-_I64, _I32, _I16, _I8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
-_VECTOR = ir.VectorType(_F32, LANES)
-_INTEGERS = ir.VectorType(_I32, LANES)
+_F16, _I16, _I8 = ir.HalfType(), ir.IntType(16), ir.IntType(8)
 
 
 def _at(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
     """The pointer to `kind` at an address plus a number of bytes."""
-    return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), kind.as_pointer())
+    return builder.inttoptr(builder.add(address, ir.Constant(I64, offset)), kind.as_pointer())
 
 
 def _same(value: int) -> Any:
-    return ir.Constant(_INTEGERS, [value] * LANES)
+    return ir.Constant(INTEGERS, [value] * LANES)
 
 
 class _Tile:
@@ -96,21 +91,19 @@ class _Tile:
 
     def __init__(self, builder: Any, rows: int, form: int) -> None:
         self.builder, self.rows, self.form = builder, rows, form
-        self.sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(VECTORS)] for _ in range(rows)]
-        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        self.fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        self.sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(VECTORS)] for _ in range(rows)]
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), I32, I32, I32])
         self.fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
 
     def clear(self) -> None:
         for row in self.sums:
             for slot in row:
-                self.builder.store(ir.Constant(_VECTOR, [0.0] * LANES), slot)
+                self.builder.store(every(0.0), slot)
 
     def add_to(self, c: Any) -> None:
         for r, row in enumerate(self.sums):
             for v, slot in enumerate(row):
-                cell = _at(self.builder, c, _VECTOR, 4 * (r * PANEL + v * LANES))
+                cell = _at(self.builder, c, VECTOR, 4 * (r * PANEL + v * LANES))
                 whole = self.builder.fadd(self.builder.load(cell, align=4), self.builder.load(slot))
                 self.builder.store(whole, cell, align=4)
 
@@ -125,39 +118,33 @@ class _Tile:
     def prefetch(self, address: Any, size: int) -> None:
         for line in range(max(1, size // 64)):
             where = _at(self.builder, address, _I8, 64 * line)
-            self.builder.call(self.fetch, [where, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+            self.builder.call(self.fetch, [where, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
 
     def unpacked(self, place: Any, steps: list[Any], bases: list[Any]) -> list[list[Any]]:
         """The weights at a place: of one input, for levels4 of two."""
         b = self.builder
         if self.form == _FLOAT32:
-            return [self.load(place, _F32, 4)]
+            return [self.load(place, F32, 4)]
         if self.form == _BFLOAT16:
-            halves = [b.shl(b.zext(v, _INTEGERS), _same(16)) for v in self.load(place, _I16, 2)]
-            return [[b.bitcast(v, _VECTOR) for v in halves]]
+            halves = [b.shl(b.zext(v, INTEGERS), _same(16)) for v in self.load(place, _I16, 2)]
+            return [[b.bitcast(v, VECTOR) for v in halves]]
         if self.form == _FLOAT16:
-            return [[b.fpext(v, _VECTOR) for v in self.load(place, _F16, 2)]]
-        numbers = [b.zext(v, _INTEGERS) for v in self.load(place, _I8, 1)]
+            return [[b.fpext(v, VECTOR) for v in self.load(place, _F16, 2)]]
+        numbers = [b.zext(v, INTEGERS) for v in self.load(place, _I8, 1)]
         of = [numbers]
         if self.form == _LEVELS4:
             of = [[b.and_(v, _same(15)) for v in numbers], [b.lshr(v, _same(4)) for v in numbers]]
         return [
-            [
-                b.call(self.fma, [b.sitofp(v, _VECTOR), step, base])
-                for v, step, base in zip(n, steps, bases, strict=True)
-            ]
-            for n in of
+            [fma(b, b.sitofp(v, VECTOR), step, base) for v, step, base in zip(n, steps, bases, strict=True)] for n in of
         ]
 
     def add(self, inputs: list[Any], offset: Any, weights: list[Any]) -> None:
         """sums[r] += input r * weights."""
         b = self.builder
         for address, row in zip(inputs, self.sums, strict=True):
-            one = b.load(_at(b, b.add(address, offset), _F32))
-            splat = b.insert_element(ir.Constant(_VECTOR, ir.Undefined), one, ir.Constant(_I32, 0))
-            splat = b.shuffle_vector(splat, ir.Constant(_VECTOR, ir.Undefined), _same(0))
+            factor = splat(b, b.load(_at(b, b.add(address, offset), F32)))
             for slot, weight in zip(row, weights, strict=True):
-                b.store(b.call(self.fma, [splat, weight, b.load(slot)]), slot)
+                b.store(fma(b, factor, weight, b.load(slot)), slot)
 
     def each(self, weights: Any, depth: Any, use: Callable[[Any, list[list[Any]]], None]) -> None:
         """use(input, its weights and maybe the next one's) over `depth` inputs."""
@@ -167,29 +154,29 @@ class _Tile:
 
         def some(place: Any, first: Any, count: Any, steps: list[Any], bases: list[Any]) -> None:
             with cgutils.for_range(b, count) as loop:
-                here = b.add(place, b.mul(loop.index, ir.Constant(_I64, size)))
-                k = b.add(first, b.mul(loop.index, ir.Constant(_I64, at_once)))
+                here = b.add(place, b.mul(loop.index, ir.Constant(I64, size)))
+                k = b.add(first, b.mul(loop.index, ir.Constant(I64, at_once)))
                 use(k, self.unpacked(here, steps, bases))
 
         if self.form not in _LEVELS:
-            some(weights, ir.Constant(_I64, 0), depth, [], [])
+            some(weights, ir.Constant(I64, 0), depth, [], [])
             return
         group = _GROUPS[self.form]
-        with cgutils.for_range(b, b.udiv(depth, ir.Constant(_I64, group))) as groups:
-            place = b.add(weights, b.mul(groups.index, ir.Constant(_I64, int(_BYTES[self.form]) * group // DEPTH)))
-            steps, bases = self.load(place, _F32, 4), self.load(place, _F32, 4, 4 * PANEL)
-            first = b.mul(groups.index, ir.Constant(_I64, group))
-            some(b.add(place, ir.Constant(_I64, 8 * PANEL)), first, ir.Constant(_I64, group // at_once), steps, bases)
+        with cgutils.for_range(b, b.udiv(depth, ir.Constant(I64, group))) as groups:
+            place = b.add(weights, b.mul(groups.index, ir.Constant(I64, int(_BYTES[self.form]) * group // DEPTH)))
+            steps, bases = self.load(place, F32, 4), self.load(place, F32, 4, 4 * PANEL)
+            first = b.mul(groups.index, ir.Constant(I64, group))
+            some(b.add(place, ir.Constant(I64, 8 * PANEL)), first, ir.Constant(I64, group // at_once), steps, bases)
 
     def run(self, x: Any, stride: Any, weights: Any, c: Any, depth: Any, ahead: Any, step: Any) -> None:
         b = self.builder
         self.clear()
-        inputs = [b.add(x, b.mul(stride, ir.Constant(_I64, r))) for r in range(self.rows)]
+        inputs = [b.add(x, b.mul(stride, ir.Constant(I64, r))) for r in range(self.rows)]
 
         def use(k: Any, weights: list[list[Any]]) -> None:
             self.prefetch(b.add(ahead, b.mul(k, step)), len(weights) * PANEL * _BITS[self.form] // 8)
             for number, vectors in enumerate(weights):
-                self.add(inputs, b.mul(b.add(k, ir.Constant(_I64, number)), ir.Constant(_I64, 4)), vectors)
+                self.add(inputs, b.mul(b.add(k, ir.Constant(I64, number)), ir.Constant(I64, 4)), vectors)
 
         self.each(weights, depth, use)
         self.add_to(c)
@@ -199,10 +186,10 @@ class _Tile:
         b = self.builder
 
         def use(k: Any, weights: list[list[Any]]) -> None:
-            place = b.add(target, b.mul(k, ir.Constant(_I64, 4 * PANEL)))
+            place = b.add(target, b.mul(k, ir.Constant(I64, 4 * PANEL)))
             for number, vectors in enumerate(weights):
                 for v, vector in enumerate(vectors):
-                    b.store(vector, _at(b, place, _VECTOR, 4 * (number * PANEL + v * LANES)), align=4)
+                    b.store(vector, _at(b, place, VECTOR, 4 * (number * PANEL + v * LANES)), align=4)
 
         self.each(weights, depth, use)
 
@@ -210,7 +197,7 @@ class _Tile:
 def _for_each(builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]) -> None:
     """The code of each case, run where the value is that."""
     for case in cases:
-        with builder.if_then(builder.icmp_signed("==", value, ir.Constant(_I64, case))):
+        with builder.if_then(builder.icmp_signed("==", value, ir.Constant(I64, case))):
             generate(case)
 
 
