@@ -18,19 +18,30 @@ _LONGEST_HOLD = 16
 # Windows whose text is remembered, of each tokenizer: mostly two tokens, and an agent's text repeats itself.
 _REMEMBERED = 32768
 
-_decoders: weakref.WeakKeyDictionary[Any, Callable[[tuple[int, ...]], str]] = weakref.WeakKeyDictionary()
+Decode = Callable[[tuple[int, ...]], str]
+# By id(tokenizer): who it is, what it knew (tokens may be added, or made special, later), and its decoder.
+_decoders: dict[int, tuple[weakref.ref[Any], Any, Decode]] = {}
 
 
-def _decoder(tokenizer: Any) -> Callable[[tuple[int, ...]], str]:
+def _decoder(tokenizer: Any, special: frozenset[int]) -> Decode:
     """Ids to their text without special tokens; a call of the tokenizer's own costs some 30 us."""
+    key, knows = id(tokenizer), (len(tokenizer) if hasattr(tokenizer, "__len__") else 0, special)
+    known = _decoders.get(key)
+    if known is not None and known[0]() is tokenizer and known[1] == knows:
+        return known[2]
     try:
-        known = _decoders.get(tokenizer)
-        if known is None:
-            held = weakref.ref(tokenizer)
-            known = _decoders[tokenizer] = functools.lru_cache(_REMEMBERED)(lambda ids: _decode(held(), ids, True))
-    except TypeError:  # can't be hashed, or not be held weakly
+        held = weakref.ref(tokenizer, lambda gone: _drop(key, gone))
+    except TypeError:  # it can't be held weakly
         return lambda ids: _decode(tokenizer, ids, True)
-    return known
+    decode = functools.lru_cache(_REMEMBERED)(lambda ids: _decode(held(), ids, True))
+    _decoders[key] = (held, knows, decode)
+    return decode
+
+
+def _drop(key: int, gone: weakref.ref[Any]) -> None:
+    known = _decoders.get(key)
+    if known is not None and known[0] is gone:
+        del _decoders[key]
 
 
 def _decode(tokenizer: Any, ids: tuple[int, ...], skip: bool) -> str:
@@ -55,8 +66,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, keep: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decode = _decoder(tokenizer)
         special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._decode = _decoder(tokenizer, special)
         self._keep = frozenset(keep) & special
         self._settled: list[int] = []  # the window's tokens that are shown completely
         self._held: list[int] = []  # those after them, shown in part or not at all

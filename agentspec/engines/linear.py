@@ -25,11 +25,9 @@ Called by forward_cpu.py only. Imports numpy and numba, no torch.
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
@@ -38,7 +36,20 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from agentspec.engines.team import Team
-from agentspec.engines.vectors import F32, I32, I64, INTEGERS, LANES, VECTOR, every, fma, pointer_to, splat, take_number
+from agentspec.engines.vectors import (
+    F32,
+    HALVES,
+    I32,
+    I64,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    every,
+    fma,
+    pointer_to,
+    splat,
+    take_number,
+)
 from agentspec.memory.kernels import kernel
 
 __all__ = ["FORMATS", "Linear"]
@@ -53,8 +64,6 @@ PANEL = LANES * VECTORS  # outputs that lie together in memory
 # Inputs of a pass over all rows. Its weights stay in the first cache for the next tile of rows, while the memory fetches
 # those of the next pass; and sums of sums round less than one long sum.
 DEPTH = 192
-# Whether the processor turns float16 into float32 by itself.
-HALVES = bool(llvmlite.binding.get_host_cpu_features().get("f16c")) or platform.machine() in ("arm64", "aarch64")
 _ALIGNED = 64  # bytes of a cache line: a vector across two costs twice
 
 FORMATS = ("float32", "bfloat16", "float16", "levels8-16", "levels8", "levels4")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from agentspec import telemetry
+from agentspec import __version__, telemetry
 from agentspec.chat import ChatTemplate, Grammar, History, PreparedChat, ToolFormat
 from agentspec.chat.compiled import CompiledGrammar, GrammarCompiler
 from agentspec.drafting import CostCurve, Proposer, make_proposer
@@ -446,7 +446,7 @@ class LocalEngine:
             "device": torch.cuda.get_device_name() if self.device.startswith("cuda") else self.device,
             "threads": torch.get_num_threads(),
             "forward": self.forward.description,
-            "code": code_name(type(self.forward).__module__),
+            "code": _code_of(self.forward),
         }
         path = models.cache_dir() / "cost_curves.json"
         times = cost.stored(path, identity)
@@ -473,6 +473,14 @@ def _call(method: Callable[[], Callable[[T], None] | None], argument: T) -> None
     bound = method()
     if bound is not None:
         bound(argument)
+
+
+def _code_of(forward: Forward) -> str:
+    """What tells one version of the forward's code from another."""
+    try:
+        return code_name(type(forward).__module__)
+    except OSError:  # its source can't be read: in a zip
+        return __version__
 
 
 def _closed() -> EngineClosedError:

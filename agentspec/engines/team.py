@@ -9,6 +9,7 @@ stands in.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -40,7 +41,10 @@ class ThreadTeam(Team):
 
     def _share(self, function: int, argument: int, threads: int, _: int) -> None:
         native = _NATIVE(function)
-        others = [self._pool.submit(native, argument) for _ in range(threads - 1)]
+        others = []
+        with contextlib.suppress(RuntimeError):  # the main thread has ended, pools take no more: this one does it all
+            for _ in range(threads - 1):
+                others.append(self._pool.submit(native, argument))
         native(argument)
         for other in others:
             if not other.cancel():  # it has begun; one that hasn't would find nothing left to do

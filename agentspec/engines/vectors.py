@@ -9,9 +9,11 @@ A vector is one register of this machine: 16 floats with AVX-512, else 8. Nothin
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -20,6 +22,7 @@ from numba.extending import intrinsic
 
 __all__ = [
     "F32",
+    "HALVES",
     "I32",
     "I64",
     "INTEGERS",
@@ -34,7 +37,18 @@ __all__ = [
     "take_number",
 ]
 
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+
+def _features() -> dict[str, bool]:
+    """What the processor that numba compiles for can do: this one, if NUMBA_CPU_FEATURES names no other."""
+    given = numba.config.CPU_FEATURES
+    if given is None:
+        return dict(llvmlite.binding.get_host_cpu_features())
+    return {feature[1:]: feature[0] == "+" for feature in given.split(",") if feature}
+
+
+LANES = 16 if _features().get("avx512f") else 8
+# Whether it turns float16 into float32 by itself.
+HALVES = bool(_features().get("f16c")) or (platform.machine() in ("arm64", "aarch64"))
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 INTEGERS = ir.VectorType(I32, LANES)

@@ -108,3 +108,51 @@ def test_text_that_follows_an_endless_run_of_invalid_bytes_is_right():
     _, pieces = streamed(tokenizer, bytes_, [1] * 22)
     assert "".join(pieces) == whole(tokenizer, bytes_)
     assert len(pieces[10]) == 1, "invalid bytes come as they are known to be invalid"
+
+
+class Wrapped:
+    """A tokenizer that compares and hashes as all of its kind."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.all_special_ids = texts, []
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapped)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+        special = self.all_special_ids if skip_special_tokens else []
+        return "".join(self.texts[i] if i < len(self.texts) else "" for i in ids if i not in special)
+
+
+def text_of(tokenizer, ids):
+    stream = Detokenizer(tokenizer)
+    return stream.push(ids) + stream.flush()
+
+
+def test_what_is_remembered_is_the_tokenizers_own_and_of_now():
+    first, second = Wrapped(["a", "b", "c"]), Wrapped(["x", "y", "z"])
+    assert text_of(first, [0, 1, 2, 3]) == "abc"
+    assert text_of(second, [0, 1, 2]) == "xyz", "another one, if equal"
+    first.texts.append("<new>")
+    assert text_of(first, [0, 1, 2, 3]) == "abc<new>", "a token was added"
+    first.all_special_ids = [1]
+    assert text_of(first, [0, 1, 2]) == "ac", "a token was made special"
+    stream = Detokenizer(second)
+    del first, second
+    assert stream.push([2, 2]) == "zz"
+
+
+def test_a_tokenizer_takes_what_is_remembered_of_it_along():
+    from agentspec.chat import detokenizer
+
+    before = len(detokenizer._decoders)
+    tokenizer = Wrapped(["a"])
+    assert text_of(tokenizer, [0, 0]) == "aa" and len(detokenizer._decoders) == before + 1
+    del tokenizer
+    assert len(detokenizer._decoders) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,28 @@ def test_threads_of_its_own_stand_in_where_torchs_cant_be_had() -> None:
         if child == 0:
             os._exit(0 if np.array_equal(product(packed, x, team), wanted) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.fast
+def test_after_the_main_threads_end_the_calling_thread_does_it_alone() -> None:
+    """Python's pools take no more work then, while other threads may still be in a call."""
+    packed, x = Linear(random(300, 64)), random(4, 64, seed=1)
+    team = ThreadTeam(3)
+    team._pool.shutdown()
+    assert np.array_equal(product(packed, x, team), product(packed, x))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("features", "found"), [("", "8 False"), ("+avx2,+f16c", "8 True"), ("+avx512f,-f16c", "16 False")]
+)
+def test_what_numba_compiles_for_counts_not_what_runs_it(features: str, found: str) -> None:
+    code = "from agentspec.engines import vectors; print(vectors.LANES, vectors.HALVES)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert platform.machine() in ("arm64", "aarch64") or done.stdout.strip() == found
 
 
 _OTHER_LANES = """

@@ -66,7 +66,8 @@ def test_a_repeated_call_is_drafted_and_counted(shared: SGLangEngine) -> None:
     stats = again.stats
     consistent(stats)
     assert stats.verify_steps < 32 and stats.accepted > 32
-    assert stats.verify_steps == len(stats.arrivals), "a step is an arrival"
+    # A step is an arrival, but for steps that a busy server puts into one.
+    assert 1 < len(stats.arrivals) <= stats.verify_steps and sum(n for _, n in stats.arrivals) == stats.output_tokens
     assert stats.reused_tokens >= len(ids) - 16
     assert stats.engine == "sglang" and stats.acceptance_rate is not None
 
