@@ -37,6 +37,7 @@ from agentspec.memory import Context, Source
 __all__ = ["Decoder", "Output"]
 
 MOST_FORCED = 64  # ids of a grammar's forced text a forward
+_NAMES = {int(source): source.name.lower() for source in Source}
 PREFILL_CHUNK = 256  # tokens a forward: an abort waits for no more, and attention scores stay small
 
 
@@ -233,7 +234,7 @@ class Decoder:
             if not chain:
                 parents = [*range(-1, base - 1), *(base - 1 if parent < 0 else parent + base for parent in above)]
         logits = self._forward(state, ids, 1 + len(draft), parents, stats)
-        rows = logits.cpu() if not self._on_device(logits, sampler, request) else None
+        rows = logits.cpu().unbind(0) if not self._on_device(logits, sampler, request) else None
         choices = logits.argmax(dim=-1).tolist() if rows is None else []
         emitted: list[int] = []
         probabilities: list[TokenLogprob] = []
@@ -309,8 +310,9 @@ class Decoder:
     @staticmethod
     def _count(draft: Draft, accepted: list[int], stats: CallStats) -> None:
         stats.accepted += len(accepted)
+        sources = draft.sources.tolist()
         for node in accepted:
-            name = Source(int(draft.sources[node])).name.lower()
+            name = _NAMES[sources[node]]
             stats.accepted_by_source[name] = stats.accepted_by_source.get(name, 0) + 1
 
     @staticmethod

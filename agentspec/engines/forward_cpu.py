@@ -51,6 +51,7 @@ class BlockedCache(KVCache):
         self.tree = False
         self._blocks = -(-capacity // kernels.BLOCK)
         self._layers: list[tuple[np.ndarray, np.ndarray] | None] = [None] * layers
+        self._places = np.zeros((layers, 6), np.int64)  # what move_slots wants to know of them
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +66,7 @@ class BlockedCache(KVCache):
         check_rows(rows, self.length - self.step_start)
         moved = np.asarray(rows, np.int64)
         if not np.array_equal(moved, np.arange(len(moved))):
-            for pair in self._layers:
-                if pair is not None:
-                    kernels.move_slots(*pair, self.step_start, moved)
+            kernels.move_slots(self._places, self.step_start, moved)
         self.length = self.step_start + len(moved)
         self.tree = False
 
@@ -88,6 +87,7 @@ class BlockedCache(KVCache):
         if pair is not None:
             keys[:held], values[:held] = pair
         self._layers[layer] = keys, values
+        self._places[layer] = keys.ctypes.data, values.ctypes.data, blocks, heads, key_dim, width
         return keys, values
 
 

@@ -255,14 +255,21 @@ def write_slots(keys: Any, values: Any, new_keys: Any, new_values: Any, start: i
                 values[block, head, j, d] = new_values[i, head, d]
 
 
-@kernel(f"void({_T}, {_T}, int64, int64[::1])", **_FLAGS)
-def move_slots(keys: Any, values: Any, start: int, rows: Any) -> None:
-    """Copy slot start + rows[i] to start + i for each i in order; rows ascend, so nothing is lost on the way."""
-    for i in range(rows.shape[0]):
-        source, target = start + rows[i], start + i
-        if source != target:
-            keys[target // BLOCK, :, :, target % BLOCK] = keys[source // BLOCK, :, :, source % BLOCK]
-            values[target // BLOCK, :, target % BLOCK] = values[source // BLOCK, :, source % BLOCK]
+@kernel("void(int64[:, ::1], int64, int64[::1])", **_FLAGS)
+def move_slots(layers: Any, start: int, rows: Any) -> None:
+    """Copy slot start + rows[i] to start + i for each i in order; rows ascend, so nothing is lost on the way.
+
+    layers: of each (address of the keys, of the values, blocks, kv_heads, head_dim, value_dim); zeros: it has none
+    """
+    for layer in range(layers.shape[0]):
+        blocks, heads, dim, value_dim = layers[layer, 2], layers[layer, 3], layers[layer, 4], layers[layer, 5]
+        keys = carray(pointer_to(layers[layer, 0]), (blocks, heads, dim, BLOCK), np.float32)
+        values = carray(pointer_to(layers[layer, 1]), (blocks, heads, BLOCK, value_dim), np.float32)
+        for i in range(rows.shape[0]):
+            source, target = start + rows[i], start + i
+            if source != target and blocks > 0:
+                keys[target // BLOCK, :, :, target % BLOCK] = keys[source // BLOCK, :, :, source % BLOCK]
+                values[target // BLOCK, :, target % BLOCK] = values[source // BLOCK, :, source % BLOCK]
 
 
 @kernel(f"void({_T}, {_T}, int64, int64, int64, int32[::1], int64, {_M}, {_M})", **_FLAGS)
