@@ -25,7 +25,11 @@ _decoders: dict[int, tuple[weakref.ref[Any], Any, Decode]] = {}
 
 def _decoder(tokenizer: Any, special: frozenset[int]) -> Decode:
     """Ids to their text without special tokens; a call of the tokenizer's own costs some 30 us."""
-    key, knows = id(tokenizer), (len(tokenizer) if hasattr(tokenizer, "__len__") else 0, special)
+    try:
+        size = len(tokenizer)
+    except TypeError:  # it has no length
+        size = 0
+    key, knows = id(tokenizer), (size, special)
     known = _decoders.get(key)
     if known is not None and known[0]() is tokenizer and known[1] == knows:
         return known[2]

@@ -234,7 +234,7 @@ class Decoder:
             if not chain:
                 parents = [*range(-1, base - 1), *(base - 1 if parent < 0 else parent + base for parent in above)]
         logits = self._forward(state, ids, 1 + len(draft), parents, stats)
-        rows = logits.cpu().unbind(0) if not self._on_device(logits, sampler, request) else None
+        rows = None if self._on_device(logits, sampler, request) else _numpy(logits)
         choices = logits.argmax(dim=-1).tolist() if rows is None else []
         emitted: list[int] = []
         probabilities: list[TokenLogprob] = []
@@ -242,8 +242,8 @@ class Decoder:
         node = -1
         settled = False
         while True:
-            row = rows[node + 1] if rows is not None else logits[node + 1]
-            if rows is None:
+            row = None if rows is None else rows[node + 1]
+            if row is None:
                 token = choices[node + 1]
             else:
                 token = sampler.choose(row)
@@ -251,13 +251,13 @@ class Decoder:
                     # The id that this row belongs to goes through alone, after the path before it.
                     last = int(draft.tokens[node]) if node >= 0 else int(pending[-1])
                     self._cut(state, chain, base, start, path, len(path) - 1)
-                    row = self._forward(state, np.array([last], np.int32), 1, None, stats)[0].cpu()
+                    row = _numpy(self._forward(state, np.array([last], np.int32), 1, None, stats))[0]
                     again = sampler.choose(row)
                     stats.near_ties += 1
                     stats.near_tie_flips += again != token
                     token, settled = again, True
-            if request.logprobs or request.top_logprobs:
-                probabilities.append(logprob(row.cpu(), token, request.top_logprobs))
+            if row is not None and (request.logprobs or request.top_logprobs):
+                probabilities.append(logprob(row, token, request.top_logprobs))
             emitted.append(token)
             sampler.advance(token)
             reason = output.stopper.push(token)
@@ -321,3 +321,9 @@ class Decoder:
         value = function(*args)
         stats.proposer_ms += (time.perf_counter() - before) * 1e3
         return value
+
+
+def _numpy(logits: torch.Tensor) -> NDArray[np.float32]:
+    """Without torch's own indexing, whose every call costs tens of microseconds after a forward has used the caches."""
+    rows: NDArray[np.float32] = (logits.cpu() if logits.is_cuda else logits).numpy()
+    return rows

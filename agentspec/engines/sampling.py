@@ -99,9 +99,9 @@ class Sampler:
         """How many ids have been emitted."""
         return self._length - self._prompt_length
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """The id at this position. logits: float32[vocabulary] on the CPU, left as they are."""
-        scores = logits.numpy() if self.plain else self._processed(logits)
+    def choose(self, logits: NDArray[np.float32]) -> int:
+        """The id at this position. logits: float32[vocabulary], left as they are."""
+        scores = logits if self.plain else self._processed(logits)
         if self._request.temperature:
             return self._sampled(scores)
         token = int(scores.argmax())
@@ -124,9 +124,9 @@ class Sampler:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _processed(self, logits: torch.Tensor) -> NDArray[np.float32]:
+    def _processed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         request = self._request
-        row = logits[None].clone()
+        row = torch.from_numpy(logits)[None].clone()
         for token, bias in self._bias.items():
             row[0, token] += bias
         if self._processors or self._penalised:
@@ -233,9 +233,9 @@ def _sway(shares: Float64, noise: float) -> Float64:
     return np.asarray(shares * odds / (1.0 + shares * (odds - 1.0)) - shares) + 1e-12
 
 
-def logprob(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
-    """log P of `token` and of the `top` likeliest ids. logits: float32[vocabulary] on the CPU, the model's own."""
-    scores = logits.numpy().astype(np.float64)
+def logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
+    """log P of `token` and of the `top` likeliest ids. logits: float32[vocabulary], the model's own."""
+    scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= np.log(np.exp(scores).sum())
     best: tuple[tuple[int, float], ...] = ()
